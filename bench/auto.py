@@ -117,7 +117,7 @@ def _of_case(
     ladder = list(gammas.configs)
     choices: list[tuple[int | str, GammaChoice | Fixed]]
     choices = [(gamma, Fixed(gamma)) for gamma in ladder]
-    choices.append(("auto", GammaChoice(ladder, gammas.draft.usual_gamma, warm=2)))
+    choices.append(("auto", GammaChoice(ladder, gammas.draft.traits.default_gamma, warm=2)))
     rows, plain = [], None
     for gamma, choice in choices:
         for state in states[:WARM]:

@@ -141,8 +141,8 @@ def shapes_of(model: Any, case: Case, config: StepConfig) -> DecodeState:
     make_draft_state = (
         init_drafter_state if mesh_model(model) is None else jitted_init_drafter_state
     )
-    empty = jnp.zeros(case["B"], jnp.int32)
-    draft_state = make_draft_state(Models.of(model), empty, None, config=config, capacity=capacity)
+    sizes = {"batch": case["B"], "capacity": capacity}
+    draft_state = make_draft_state(Models.of(model), config=config, **sizes)
     tokens = of(small.tokens, (case["B"], capacity))
     shapes = jax.tree.map(lambda x: of(x, x.shape), dataclasses.replace(small, draft=draft_state))
     cache = dataclasses.replace(shapes.cache, columns=columns, layouts=layouts)

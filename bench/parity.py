@@ -297,7 +297,7 @@ def _of_drafter(
         case["new"],
         draft=draft,
         gamma=0 if is_plain else case["gamma"],
-        draft_model=baseline.model if draft.needs_model else None,
+        draft_model=baseline.model if draft.traits.needs_model else None,
         policy_params=arrays,
         exact=mode == EXACT,
     )

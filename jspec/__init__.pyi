@@ -43,6 +43,9 @@ from .decode.draft import (
     Drafter as Drafter,
 )
 from .decode.draft import (
+    DrafterTraits as DrafterTraits,
+)
+from .decode.draft import (
     GuidedDraft as GuidedDraft,
 )
 from .decode.draft import (

@@ -68,7 +68,7 @@ def of_iteration(
 def view_of(config: StepConfig) -> Policy | None:
     """The policy of draft passes by the model itself, None if it makes none."""
     draft = _passing(config)
-    return None if draft is None else draft.guided or draft.cache_policy
+    return None if draft is None else draft.collect_policy or draft.cache_policy
 
 
 def quantized_in(config: StepConfig) -> str:

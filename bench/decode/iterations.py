@@ -201,12 +201,13 @@ class Iteration:
     def _drafter_state(self, models: Models) -> Any:
         """The drafter's state after the context, with which it was prefilled."""
         state, draft = self._blueprint.shapes, self._config.draft
-        lengths = jnp.full(state.tokens.shape[:1], self.shape.context, jnp.int32)
-        drafter_state = draft.init(models, lengths, state.tokens.shape[1], self._config.gamma)
-        positions = jnp.arange(self.shape.context, dtype=jnp.int32)
-        positions = jnp.broadcast_to(positions, (len(lengths), self.shape.context))
-        tokens = positions % self._target.config.vocab_size
-        return draft.prefill(models, drafter_state, tokens, positions, self._config)
+        (batch, capacity), context = state.tokens.shape, self.shape.context
+        drafter_state = draft.init(models, batch, capacity, self._config.gamma)
+        tokens = jnp.arange(capacity, dtype=jnp.int32) % self._target.config.vocab_size
+        tokens = jnp.broadcast_to(tokens, (batch, capacity))
+        lengths = jnp.full(batch, context, jnp.int32)
+        with self._config.of_models():
+            return draft.sync(models, drafter_state, tokens, lengths, context)
 
     def _jitted_drafter_state(self) -> Any:
         return jax.jit(self._drafter_state)(self._models)

@@ -7,7 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 
 from jspec.decode.draft import Drafted, NoDraft
-from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 
 SPREAD = 7919  # a prime, so that neighbours in a pass are far apart in the vocabulary
@@ -20,11 +19,9 @@ class NoisyPadding(NoDraft):
     Equal tokens would all choose the same experts, and a pass would read too few of them.
     """
 
-    def draft(
-        self, models: Models, state: DecodeState, config: StepConfig
-    ) -> tuple[Drafted, DecodeState]:
-        drafted, state = super().draft(models, state, config)
-        batch, gamma = drafted.tokens.shape
+    def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
+        drafted, state = super().draft(models, state, gamma)
+        batch = len(drafted.tokens)
         number = state.lengths[:, None] + jnp.arange(batch * gamma).reshape(batch, gamma)
         tokens = number * SPREAD % models.target.config.vocab_size
         return dataclasses.replace(drafted, tokens=tokens), state

@@ -153,9 +153,9 @@ def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, G
             f"--policy {arguments.policy} decodes token by token; leave out --draft, --gamma and "
             f"--settings, or pass --draft {arguments.policy} for lossless decoding"
         )
-    if draft.needs_model != (arguments.draft_model is not None):
+    if draft.traits.needs_model != (arguments.draft_model is not None):
         raise ValueError("--draft model and --draft-model DIR go together; pass both or neither")
-    gamma = draft.usual_gamma if gamma is None else gamma
+    gamma = draft.traits.default_gamma if gamma is None else gamma
     least = 0 if isinstance(draft, NoDraft) else 1
     if gamma == "auto" and not least:
         raise ValueError("--gamma auto chooses how much a drafter drafts; --draft none has none")
@@ -216,7 +216,7 @@ def load(
         )
     draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
     cache_policy = with_hashes(
-        StepConfig(draft.usual_gamma, draft, target=target).cache_policy, Path(path)
+        StepConfig(draft.traits.default_gamma, draft, target=target).cache_policy, Path(path)
     )
     arrays = prepared(cache_policy, model, tokenizer)
     placed_model = model if helix is None else shard(model, helix)

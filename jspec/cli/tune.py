@@ -90,7 +90,7 @@ def _refuse(refused: Sequence[Refused]) -> None:
 def _arrays(arguments: argparse.Namespace, job: Job, draft: Drafter) -> Any:
     """The arrays of the draft's policy."""
     path = arguments.model or bundled_path()
-    cache_policy = StepConfig(draft.usual_gamma, draft).cache_policy
+    cache_policy = StepConfig(draft.traits.default_gamma, draft).cache_policy
     return prepared(with_hashes(cache_policy, Path(path)), job.model, job.tokenizer)
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jspec.decode.acceptance import AcceptanceCounts, RowAcceptance
-from jspec.decode.draft import NoDraft, Paused
+from jspec.decode.draft import NoDraft
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
 
@@ -204,10 +204,7 @@ class Gammas:
                 "decoding"
             )
         self.draft = draft
-        self.configs = {
-            gamma: dataclasses.replace(config, gamma=gamma, draft=draft if gamma else Paused(draft))
-            for gamma in LADDER
-        }
+        self.configs = {gamma: dataclasses.replace(config, gamma=gamma) for gamma in LADDER}
 
     @property
     def longest(self) -> StepConfig:
@@ -225,7 +222,7 @@ class Gammas:
             if choice is None:
                 # A GPU records a program's launches in its second run.
                 warm = 1 if jax.default_backend() == "cpu" else 2
-                usual = self.draft.usual_gamma
+                usual = self.draft.traits.default_gamma
                 choice = GammaChoice(list(self.configs), usual, warm)
             _CHOICES[key] = choice
             while len(_CHOICES) > MAX_CHOICES:

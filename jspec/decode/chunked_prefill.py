@@ -34,10 +34,12 @@ BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the 
 class Row:
     """A row of cache for all tokens of ``prompt`` but the last, which the first step takes.
 
-    ``done``: tokens that it has; ``drafter_state``: the drafter's state after them.
+    ``tokens`` int32 ``[1, S]``: the prompt, padded; ``done``: tokens that the cache has;
+    ``drafter_state``: the drafter's state after them.
     """
 
     prompt: np.ndarray
+    tokens: np.ndarray
     done: int
     cache: Any
     drafter_state: Any
@@ -223,12 +225,9 @@ class ChunkedPrefill:
 
     def warm(self) -> None:
         """Compile what any prompt and any prefix may need. No prompt may be in prefill."""
-        drafter_state = None
-        for _ in range(2):  # without a prefix, and after one
-            self._row = self._begun(np.zeros(1, np.int32), self._row.cache, drafter_state, 0)
-            for size in self._sizes:
-                self._pass(self._row, 0, size)
-            drafter_state = self._row.drafter_state
+        self._row = self._begun(np.zeros(1, np.int32), self._row.cache, None, 0)
+        for size in self._sizes:
+            self._pass(self._row, size)
 
     def _padded(self, left: int) -> int:
         """Tokens of the next piece where so many are ``left``.
@@ -249,29 +248,25 @@ class ChunkedPrefill:
 
         ``drafter_state``: the drafter's state after these, None where there are none.
         """
-        lengths = np.array([len(prompt) - 1], np.int32)
-        args = (self._options.flat, lengths, drafter_state)
-        settings = {"config": self._options.config, "capacity": self._settings["capacity"]}
-        drafter_state = self._placed(
-            "draft", self._programs(jitted_init_drafter_state, *args, **settings)
-        )
-        cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths.copy())))
-        return Row(prompt, done, cache, drafter_state)
+        capacity = self._settings["capacity"]
+        if drafter_state is None:
+            static = {"config": self._options.config, "batch": 1, "capacity": capacity}
+            drafter_state = self._programs(jitted_init_drafter_state, self._options.flat, **static)
+        drafter_state = self._placed("draft", drafter_state)
+        tokens, lengths = padded([prompt], capacity)
+        cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths - 1)))
+        return Row(prompt, tokens, done, cache, drafter_state)
 
     def _advance(self, row: Row) -> None:
         size = self._padded(row.left)
-        end = min(row.done + size, len(row.prompt) - 1)
-        self._pass(row, end, size)
-        row.done = end
+        self._pass(row, size)
+        row.done = min(row.done + size, len(row.prompt) - 1)
 
-    def _pass(self, row: Row, end: int, size: int) -> None:
-        """A pass of ``size`` tokens, of which those of the prompt up to ``end`` count."""
-        tokens, positions = np.full((2, 1, size), -1, np.int32)
-        tokens[0, : end - row.done] = row.prompt[row.done : end]
-        positions[0, : end - row.done] = np.arange(row.done, end)
-        args = (self._options.flat, row.cache, row.drafter_state, tokens, positions)
+    def _pass(self, row: Row, size: int) -> None:
+        """A pass of the next ``size`` tokens of the prompt, padding included."""
+        args = (self._options.flat, row.cache, row.drafter_state, row.tokens, np.int32(row.done))
         row.cache, row.drafter_state = self._programs(
-            prefill_chunk, *args, config=self._options.config
+            prefill_chunk, *args, config=self._options.config, size=size
         )
 
     def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> PackedRows:

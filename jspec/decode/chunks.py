@@ -13,13 +13,12 @@ import numpy as np
 
 from jspec.decode.acceptance import RowAcceptance
 from jspec.decode.auto import GammaChoice
-from jspec.decode.draft import CATCH_UP, LACKING
 from jspec.decode.programs import PROGRAMS, OnCompile
 from jspec.decode.request import Request
 from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, StepRecord
-from jspec.decode.step import catch_up, decode_chunk
+from jspec.decode.step import decode_chunk, sync_drafter
 from jspec.decode.together import agreed, is_shared
 from jspec.processes import steps_are_limited
 from jspec.typing import Array
@@ -30,6 +29,7 @@ HOST_SECONDS = 0.002
 # Seconds of a chunk below which the next one starts earlier. Where chunks are longer, the host
 # takes a small share of the time, and a chunk that is not needed costs more than it saves.
 SHORT = 10 * HOST_SECONDS
+SYNC_TOKENS = 64  # tokens per pass of a drafter with a model that is synced after plain steps
 LATELY = 16  # chunks over which the share of rows that end is averaged
 
 
@@ -259,20 +259,21 @@ class Chunks:
         gammas = self.options.gammas
         for config in [self.options.config] if gammas is None else gammas.configs.values():
             state, _ = self._chunk(state, config)
-        if gammas is not None and self.options.config.draft.needs_model:
-            state = self._caught_up(state)
+        if gammas is not None and self.options.config.draft.traits.needs_model:
+            state = self._synced(state)
         return state
 
     def _chunk(self, state: DecodeState, config: StepConfig) -> tuple[DecodeState, StepRecord]:
         args = (self.options.flat, state)
         return self.programs(decode_chunk, *args, config=config, steps=self.options.steps)
 
-    def _caught_up(self, state: DecodeState) -> DecodeState:
-        return self.programs(catch_up, self.options.flat, state, config=self.options.config)
+    def _synced(self, state: DecodeState) -> DecodeState:
+        static = {"config": self.options.config, "max_tokens": SYNC_TOKENS}
+        return self.programs(sync_drafter, self.options.flat, state, **static)
 
     def _awake(self, state: DecodeState, config: StepConfig) -> DecodeState:
-        """``state`` for a chunk: a drafter with a model that paused has caught up."""
-        if not self.options.config.draft.needs_model:
+        """``state`` for a chunk: a drafter with a model that paused is synced."""
+        if not self.options.config.draft.traits.needs_model:
             return state
         if not config.gamma:
             # No row lacks more than it holds, whatever rows came and went.
@@ -280,8 +281,8 @@ class Chunks:
             return state
         with self.clock("decode_s"):
             while self._rested > 0:
-                state = self._caught_up(state)
-                self._rested -= CATCH_UP - LACKING  # its first tokens are computed again
+                state = self._synced(state)
+                self._rested -= SYNC_TOKENS
         self._rested = 0
         return state
 

@@ -12,9 +12,9 @@ from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.config import shown
 from jspec.decode.exact import check_started
-from jspec.decode.settings import StepConfig, check_arrays, preferring_of_models
+from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
-from jspec.dispatch import Backends
+from jspec.dispatch import Backends, preferring
 from jspec.policies import Policy
 from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place, with_auto_axes
@@ -51,7 +51,7 @@ def convert_state(
     check_rings(source.specs, source.layouts, config.gamma)
     if config.exact:
         check_started(state.exact, True)
-    if config.draft.needs_model:
+    if config.draft.traits.needs_model:
         raise ValueError(
             f"draft={shown(config.draft)} takes up prompts with a model of its own; pass its "
             "config to start_decoding instead"
@@ -74,12 +74,10 @@ def _drafter_state(models: Models, lengths: Array, tokens: Array, config: StepCo
 
     It takes all S positions, so that prompts of any length share a program.
     """
-    capacity = tokens.shape[1]
-    at = jnp.arange(capacity, dtype=jnp.int32)[None]
-    positions = jnp.where(at < lengths[:, None], at, -1)
+    batch, capacity = tokens.shape
     with config.of_models():
-        drafter_state = config.draft.init(models, lengths, capacity, config.gamma)
-        return config.draft.prefill(models, drafter_state, tokens, positions, config)
+        drafter_state = config.draft.init(models, batch, capacity, config.gamma)
+        return config.draft.sync(models, drafter_state, tokens, lengths, capacity)
 
 
 @jax.jit(static_argnames=("policy", "backends"), donate_argnames="empty")
@@ -109,5 +107,5 @@ def _filled(
             policy, policy_params, cache, jnp.zeros_like(source.lengths), source.lengths, capacity
         )
 
-    with preferring_of_models(backends):
+    with preferring(backends):
         return with_auto_axes(fill, policy_params, empty, source, like=empty)

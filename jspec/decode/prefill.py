@@ -270,35 +270,48 @@ def fill_slot(
     return insert_row(dataclasses.replace(state, mode=mode), one, index)
 
 
-@jax.jit(static_argnames="config", donate_argnames=("cache", "drafter_state"))
+@jax.jit(static_argnames=("config", "size"), donate_argnames=("cache", "drafter_state"))
 def prefill_chunk(
     models: Models | FlatModels,
     cache: Cache,
     drafter_state: Any,
     tokens: Array,
-    positions: Array,
+    begin: Array,
     config: StepConfig,
+    size: int,
 ) -> tuple[Cache, Any]:
-    """Append ``tokens [B, T]`` at ``positions [B, T]``, -1 for padding; lengths stay."""
+    """Append the next ``size`` prompt tokens of each row, up to the cache's lengths.
 
-    def piece(models: Models, cache: Cache, drafter_state: Any, tokens: Array, positions: Array):
-        attend = dense_attend(
-            positions,
-            policy=config.cache_policy,
-            policy_params=models.policy,
-            backends=config.of_verification,
-        )
+    Args:
+        models: The models of the steps to come.
+        cache: The target's cache, donated. Its lengths are those of the whole prompts.
+        drafter_state: The drafter's state, donated.
+        tokens: int32 ``[B, S]``: the prompts.
+        begin: int32 scalar: the position of the first token.
+        config: The config of the steps to come.
+        size: Tokens per row, padding included.
+
+    Returns:
+        The cache and the drafter's state with the tokens; lengths stay.
+    """
+
+    def piece(models: Models, cache: Cache, drafter_state: Any, tokens: Array, begin: Array):
+        lengths = cache.lengths
+        before, after = jnp.minimum(begin, lengths), jnp.minimum(begin + size, lengths)
+        positions = begin + jnp.arange(size, dtype=jnp.int32)[None]
+        positions = jnp.where(positions < after[:, None], positions, -1)
+        index = jnp.minimum(jnp.maximum(positions, 0), tokens.shape[1] - 1)
+        new = jnp.where(positions >= 0, jnp.take_along_axis(tokens, index, axis=1), -1)
+        policy, params = config.cache_policy, models.policy
         with config.of_target():
-            _, cache = models.target(tokens, positions, attend, cache)
-        after = positions.max(axis=1) + 1
-        before = jnp.where(positions >= 0, positions, after[:, None]).min(axis=1)
-        max_new = positions.shape[1]
-        cache = with_pages(config.cache_policy, models.policy, cache, before, after, max_new)
-        return cache, config.draft.prefill(models, drafter_state, tokens, positions, config)
+            attend = dense_attend(positions, policy=policy, policy_params=params)
+            _, cache = models.target(new, positions, attend, cache)
+        cache = with_pages(policy, params, cache, before, after, size)
+        return cache, config.draft.sync(models, drafter_state, tokens, after, size)
 
     models = Models.of(models)
     with config.of_models():
-        args = (models, cache, drafter_state, tokens, positions)
+        args = (models, cache, drafter_state, tokens, begin)
         return on_mesh_of(models.target, config, piece, *args, like=(cache, drafter_state))
 
 
@@ -309,24 +322,18 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
     on_mesh = mesh_model(models.target)
     cache = create_cache(config.cache_policy, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
-    # A second array of lengths: the drafter's state and the cache are both donated.
     init_state = init_drafter_state if on_mesh is None else jitted_init_drafter_state
-    drafter_state = init_state(
-        models, jnp.asarray(lengths - 1), None, config=config, capacity=capacity
-    )
+    drafter_state = init_state(models, config=config, batch=batch, capacity=capacity)
     empty = place({"cache": cache, "draft": drafter_state}, sharding)
     cache, drafter_state = empty["cache"], empty["draft"]
     total = int(lengths.max()) - 1
     # A power of two up to the chunk, so that short prompts pay little and share programs.
     chunk = min(chunk, power_of_two(total))
     call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
+    tokens = jnp.asarray(tokens)
     for begin in range(0, total, chunk):
-        index = begin + np.arange(chunk)
-        positions = np.where(index < (lengths - 1)[:, None], index, -1).astype(np.int32)
-        piece = np.full((batch, chunk), -1, np.int32)
-        piece[:, : min(chunk, capacity - begin)] = tokens[:, begin : begin + chunk]
-        args = (models, cache, drafter_state, jnp.asarray(piece), jnp.asarray(positions))
-        cache, drafter_state = call(*args, config=config)
+        args = (models, cache, drafter_state, tokens, np.int32(begin))
+        cache, drafter_state = call(*args, config=config, size=chunk)
         if on_prefill is not None:
             jax.block_until_ready(cache)
             on_prefill(min(begin + chunk, total), total)
@@ -334,32 +341,22 @@ def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_pref
 
 
 def init_drafter_state(
-    models: Models | FlatModels,
-    lengths: Array,
-    drafter_state: Any,
-    config: StepConfig,
-    capacity: int,
+    models: Models | FlatModels, config: StepConfig, batch: int, capacity: int
 ) -> Any:
-    """The drafter's state before it takes prompts of ``lengths [B]`` tokens.
-
-    ``drafter_state``: its state after a prefix that these prompts begin with, None without one.
-    """
-
+    """The drafter's state before any prompt, of ``batch`` rows of ``capacity`` positions."""
     models = Models.of(models)
 
-    def init(models: Models, lengths: Array, drafter_state: Any) -> Any:
-        sizes = (lengths, capacity, config.gamma)
-        if drafter_state is None:
-            return config.draft.init(models, *sizes)
-        return config.draft.resumed(models, drafter_state, *sizes)
+    def init(models: Models) -> Any:
+        return config.draft.init(models, batch, capacity, config.gamma)
 
     if mesh_model(models.target) is None:
-        return init(models, lengths, drafter_state)
-    like = jax.eval_shape(init, models, lengths, drafter_state)
-    return on_mesh_of(models.target, config, init, models, lengths, drafter_state, like=like)
+        return init(models)
+    return on_mesh_of(models.target, config, init, models, like=jax.eval_shape(init, models))
 
 
-jitted_init_drafter_state = jax.jit(init_drafter_state, static_argnames=("config", "capacity"))
+jitted_init_drafter_state = jax.jit(
+    init_drafter_state, static_argnames=("config", "batch", "capacity")
+)
 
 
 def _float_dtype(dtype: DTypeLike) -> np.dtype:

@@ -67,7 +67,7 @@ class ResolvedOptions:
         check_models(models)
         draft = NoDraft() if draft is None else draft
         check_draft(draft)
-        max_gamma = draft.usual_gamma if gamma is None or gamma == "auto" else gamma
+        max_gamma = draft.traits.default_gamma if gamma is None or gamma == "auto" else gamma
         config = StepConfig(max_gamma, draft, backends, target, rule, exact)
         gammas = Gammas(config) if gamma == "auto" else None
         config = config if gammas is None else gammas.longest
@@ -80,7 +80,8 @@ class ResolvedOptions:
             on_mesh.check(config)
             models = on_mesh.placed(models)
         models = draft.prepare(models)
-        if (models.draft is None) == draft.takes_model:
+        traits = draft.traits
+        if (models.draft is None) == (traits.needs_model or traits.makes_model):
             raise ValueError(
                 "draft=ModelDraft() and draft_model go together; pass both or neither. SelfDraft "
                 "takes one with quantized=, and makes it where there is none"
@@ -99,7 +100,7 @@ def usual_steps(draft: Drafter, gamma: Gamma) -> int:
 
     ``gamma="auto"`` may choose plain steps, which are short.
     """
-    steps_are_long = jax.default_backend() == "cpu" or (draft.runs_model and gamma != "auto")
+    steps_are_long = jax.default_backend() == "cpu" or (draft.traits.runs_model and gamma != "auto")
     return 4 if steps_are_long else 16
 
 

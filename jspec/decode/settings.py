@@ -33,17 +33,13 @@ from jspec.ops.stochastic import VERIFY_STOCHASTIC, Rule, check_rule
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Dense, Guided, Policy
 
-# Operations that a model or a policy calls by itself.
-OF_MODELS = (
-    *(LINEAR, LINEAR_CHAIN, ROUTE, GROUPED),
-    *(HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, COLLISION_SCORES, SELECT, WEIGHTS),
-)
-# Of a step.
+# Operations of a step, those that a model or a policy calls by itself included.
 OPERATIONS = (
     *(ATTENTION, SCORED, GATHERED, HASH_ATTENTION, APPEND, APPEND_ENCODE, SAMPLE),
     *(FETCH_ROWS, FETCH_AHEAD, STORE_ROWS),
     *(VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
-    *OF_MODELS,
+    *(LINEAR, LINEAR_CHAIN, ROUTE, GROUPED),
+    *(HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, COLLISION_SCORES, SELECT, WEIGHTS),
 )
 
 
@@ -52,8 +48,8 @@ class StepConfig:
     """The static part of a step: each value that is used compiles one program.
 
     Attributes:
-        gamma: Most draft tokens of a step. ``NoDraft()`` takes 0, or more for passes of the same
-            shape as those of speculation.
+        gamma: Most draft tokens of a step. 0 is a plain step, from which the drafter learns; with
+            ``NoDraft()`` more give passes of the same shape as those of speculation.
         draft: Where draft tokens come from.
         backends: A backend by the name of an operation of a step; where none is named, the best
             one.
@@ -95,12 +91,8 @@ class StepConfig:
         backends = Backends(self.backends)
         backends.check(OPERATIONS)
         object.__setattr__(self, "backends", backends)
-        least = 0 if isinstance(self.draft, NoDraft) else 1
-        if self.gamma < least:
-            raise ValueError(
-                f"gamma={self.gamma} must be at least {least}"
-                + ("" if least == 0 else "; pass draft=NoDraft(), gamma=0 for plain decoding")
-            )
+        if gamma < 0:
+            raise ValueError(f"gamma={gamma} must be at least 0, which decodes plainly")
         check_target(self.target, self.draft, self.gamma)
         check_rule(self.rule)
         self._check_exact()
@@ -135,7 +127,7 @@ class StepConfig:
         It must where drafts of a step depend on tokens that an earlier step rejected
         (docs/sampling.md).
         """
-        return self.draft.learns_from_rejected
+        return self.gamma > 0 and self.draft.traits.learns_from_rejected
 
     @property
     def cache_policy(self) -> Policy:
@@ -143,8 +135,8 @@ class StepConfig:
         return self.target if self.is_lossy else self.draft.cache_policy
 
     def of_models(self) -> AbstractContextManager[None]:
-        """A context in which operations of models and policies take the backends that are named."""
-        return preferring_of_models(self.backends)
+        """A context in which operations take the backends that are named."""
+        return preferring(self.backends)
 
     @property
     def of_verification(self) -> Backends:
@@ -153,13 +145,7 @@ class StepConfig:
 
     def of_target(self) -> AbstractContextManager[None]:
         """As `of_models`, for the target's own passes."""
-        return preferring_of_models(self.of_verification)
-
-
-def preferring_of_models(backends: Mapping[str, str]) -> AbstractContextManager[None]:
-    """A context that prefers the named ``backends`` for operations of models and policies."""
-    names = {operation.name for operation in OF_MODELS} & set(backends)
-    return preferring({name: backends[name] for name in names})
+        return preferring(self.of_verification)
 
 
 def check_draft(draft: Any) -> None:

@@ -139,8 +139,7 @@ def _take_up(
     """
     rows, slots = packed.unpacked(state)
     count, capacity = rows.tokens.shape
-    lengths = rows.cache.lengths
-    drafter_state = init_drafter_state(models, lengths, None, config=config, capacity=capacity)
+    drafter_state = init_drafter_state(models, config, count, capacity)
     columns, pages = jax.tree.map(
         lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype),
         (state.cache.columns, state.cache.pages),
@@ -151,11 +150,8 @@ def _take_up(
         (cache, drafter_state),
         is_leaf=lambda x: isinstance(x, Cache),
     )
-    at = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (count, size))
-    positions = jnp.where(at < lengths[:, None], at, -1)
-    tokens = jnp.where(positions >= 0, rows.tokens[:, :size], -1)
     cache, drafter_state = prefill_chunk(
-        models, cache, drafter_state, tokens, positions, config=config
+        models, cache, drafter_state, rows.tokens, jnp.int32(0), config=config, size=size
     )
     rows = dataclasses.replace(rows, cache=cache, draft=drafter_state)
 

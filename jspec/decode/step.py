@@ -11,7 +11,7 @@ from jax import lax
 
 from jspec.cache.layout import check_rings
 from jspec.decode.draft import Drafted, TargetPass
-from jspec.decode.draft.base import within_limits
+from jspec.decode.draft.autoregressive import within_limits
 from jspec.decode.exact import check_started
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
@@ -71,18 +71,23 @@ def decode_chunk(
     ), records
 
 
-@jax.jit(static_argnames="config", donate_argnames="state")
-def catch_up(
-    models: Model | Models | FlatModels, state: DecodeState, config: StepConfig
+@jax.jit(static_argnames=("config", "max_tokens"), donate_argnames="state")
+def sync_drafter(
+    models: Model | Models | FlatModels, state: DecodeState, config: StepConfig, max_tokens: int
 ) -> DecodeState:
-    """The state after plain steps, with `CATCH_UP` more of their tokens in the drafter's own state.
+    """The state with up to ``max_tokens`` more of each row's tokens in the drafter's own state.
 
-    ``state`` is donated. Call it until no token can be missing, before the drafter drafts again.
+    ``state`` is donated. After plain steps, call it until no token can be missing, before the
+    drafter drafts again.
     """
+
+    def sync(models: Models, state: DecodeState) -> DecodeState:
+        args = (models, state.draft, state.tokens, state.cache.lengths, max_tokens)
+        return dataclasses.replace(state, draft=config.draft.sync(*args))
+
     models = Models.of(models)
     with config.of_models():
-        caught_up = functools.partial(config.draft.caught_up, config=config)
-        return on_mesh_of(models.target, config, caught_up, models, state, like=state)
+        return on_mesh_of(models.target, config, sync, models, state, like=state)
 
 
 def decode_step(
@@ -118,12 +123,14 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
 @jax.named_scope("draft")
 def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Drafted, DecodeState]:
     """Draft tokens, drawn with random numbers of this step's own where the law needs them."""
+    if config.gamma == 0:
+        return Drafted.empty(len(state.tokens), 0), state
     fresh = config.rule == "block" or config.numbers_of_step
     if not fresh or state.mode == "greedy":
-        return config.draft.draft(models, state, config)
+        return config.draft.draft(models, state, config.gamma)
     sampling = state.sampling
     state = dataclasses.replace(state, sampling=sampling.in_block(state.lengths))
-    drafted, state = config.draft.draft(models, state, config)
+    drafted, state = config.draft.draft(models, state, config.gamma)
     return drafted, dataclasses.replace(state, sampling=sampling)
 
 
@@ -144,19 +151,17 @@ def _run_target(
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
     context_len = state.cache.lengths
     positions = jnp.where(counts, context_len[:, None] + index, -1)
-    backends = config.of_verification
-    settings = {"policy": config.cache_policy, "policy_params": models.policy, "backends": backends}
-    collected = None
+    settings = {"policy": config.cache_policy, "policy_params": models.policy}
+    collected, collect_policy = None, config.draft.collect_policy
     if config.is_lossy:
         hidden, cache, _ = run_selected(
             *(models.target, tokens, positions, state.cache, context_len, 1), **settings
         )
-    elif config.draft.guided is not None:
+    elif collect_policy is not None:
         hidden, cache, collected = run_collecting(
             *(models.target, tokens, positions, state.cache),
-            policy=config.draft.guided,
+            policy=collect_policy,
             policy_params=models.policy,
-            backends=backends,
         )
     else:
         attend = dense_attend(positions, **settings)
@@ -186,7 +191,6 @@ def verify(
             state.stop_tokens,
             state.limits,
             rows,
-            implementation=config.backends.get("verify_and_commit"),
         )
     else:
         verified = _verified(state, drafted, logits, config, axis_name)
@@ -214,7 +218,7 @@ def _verified(
             drafted.lengths,
             state.stop_tokens,
             # Without a draft there is nothing to verify, and some kernels refuse that.
-            implementation=config.backends.get("verify_greedy") if config.gamma else None,
+            implementation=None if config.gamma else "xla",
         )
     sampling = state.sampling
     if config.rule == "token" and config.numbers_of_step:
@@ -230,5 +234,4 @@ def _verified(
         rule=config.rule,
         filtered=state.mode == "filtered",
         axis_name=axis_name,
-        implementation=config.backends.get("verify_stochastic"),
     )

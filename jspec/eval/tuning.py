@@ -154,7 +154,7 @@ class Bench:
 
     def _stats(self, draft: Drafter, gamma: int) -> Stats:
         # One copy of the weights serves all trials.
-        models = Models(self._model, self._copy if draft.takes_model else None)
+        models = Models(self._model, self._copy if draft.traits.makes_model else None)
         copy = draft.prepare(models).draft
         self._copy = self._copy if copy is None else copy
         arrays = self._arrays(draft)

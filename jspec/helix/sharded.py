@@ -14,9 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspec.cache import Cache, Layout
 from jspec.config import LayerSpec
-from jspec.decode.draft import GuidedDraft, NgramDraft, NoDraft, SelfDraft, SuffixDraft
-from jspec.decode.draft.guided import Guide
-from jspec.decode.draft.plain import Paused
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.helix.cache import (
@@ -138,17 +135,14 @@ class Sharded:
 
     def check(self, config: StepConfig) -> None:
         """Raise `ValueError` for a drafter or policy that needs all positions on one device."""
-        draft = config.draft.of if isinstance(config.draft, Paused) else config.draft
-        reads = config.target
-        if isinstance(draft, SelfDraft) and not draft.quantized:
-            reads = draft.policy if isinstance(reads, Dense) else reads
-        elif isinstance(draft, GuidedDraft) and not draft.quantized:
-            reads = draft.policy
-        elif not isinstance(draft, (NoDraft, NgramDraft, SuffixDraft)):
+        draft = config.draft
+        if not draft.traits.runs_on_mesh:
             raise ValueError(
-                f"{draft} does not run on the mesh of {self.helix}; take NoDraft, NgramDraft, "
+                f"{draft} does not run on the mesh of {self.helix}, as its traits.runs_on_mesh is "
+                "False: it needs all positions on one device; take NoDraft, NgramDraft, "
                 "SuffixDraft, or SelfDraft or GuidedDraft without a quantized copy"
             )
+        reads = config.target if config.is_lossy else draft.collect_policy or draft.cache_policy
         if not _shares(reads):
             raise ValueError(
                 f"{reads} does not run on the mesh of {self.helix}; take Dense, Streaming at the "
@@ -172,14 +166,14 @@ class Sharded:
                 return Models(of(node.target), jax.tree.map(of, node.draft), arrays)
             if isinstance(node, Cache):
                 return cache_specs(self.helix, node)
-            if isinstance(node, Guide):
-                picked = jax.tree.map(lambda x: _spec_of_picked(self.helix, x), node.picked)
-                since: Any = Spec()
-                return Guide(picked, since)
+            if hasattr(node, "partition_specs"):
+                return node.partition_specs(self.helix.tpa_axes, self.helix.kvp_axes)
             return Spec()
 
-        known = (Sharded, Models, Cache, Guide)
-        return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, known))
+        def is_known(node: Any) -> bool:
+            return isinstance(node, (Sharded, Models, Cache)) or hasattr(node, "partition_specs")
+
+        return jax.tree.map(of, tree, is_leaf=is_known)
 
     def _inside(self, tree: Any) -> Any:
         """``tree`` as a device sees it: its models and caches know that they are parts."""
@@ -368,12 +362,6 @@ def _check_shares(helix: HelixConfig, name: str, size: int) -> None:
 def _check_divides(name: str, size: int, settings: str, devices: int) -> None:
     if size % devices:
         raise ValueError(f"{name}={size} does not divide into {settings} devices; choose others")
-
-
-def _spec_of_picked(helix: HelixConfig, picked: Any) -> PartitionSpec:
-    """The `PartitionSpec` of positions that a drafter picked: per device and, if 3D, per head."""
-    heads = () if picked.ndim == 2 else (helix.tpa_axes,)
-    return Spec(None, *heads, helix.kvp_axes)
 
 
 def _shares(policy: Policy) -> bool:

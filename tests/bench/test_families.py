@@ -49,7 +49,7 @@ def test_a_pass_of_padding_has_a_token_of_its_own_at_each_position():
     model = shapes.random_model(dataclasses.replace(MIXTURE, vocab_size=40009))
     config = StepConfig(9, NoisyPadding())
     state = start_decoding(model, [[1, 2], [3, 4]], config=config)
-    drafted, _ = config.draft.draft(Models(model), state, config)
+    drafted, _ = config.draft.draft(Models(model), state, config.gamma)
     assert not drafted.lengths.any()
     assert len(set(drafted.tokens.reshape(-1).tolist())) == 18
     assert 0 <= drafted.tokens.min() <= drafted.tokens.max() < 40009

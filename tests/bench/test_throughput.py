@@ -150,7 +150,7 @@ def test_other_drafters_are_those_of_the_bundled_model_alone():
     assert throughput.others(Settings(cases=("B=2,S=300",), only=("ngram",))) == ["ngram"]
     assert throughput.grid(Settings(cases=bundled)) == []
     for text in throughput.OTHERS.values():
-        assert jspec.named_draft(text).usual_gamma > 0
+        assert jspec.named_draft(text).traits.default_gamma > 0
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def _requests(
 def engine_of(model, name: str, second=None, **sizes) -> Engine:
     own = SETTINGS[name]
     draft = own["draft"]
-    if draft is not None and draft.needs_model:
+    if draft is not None and draft.traits.needs_model:
         own = own | {"draft_model": second}
     usual = {"slots": 3, "capacity": 128, "prefill_chunk": 32, "steps_per_chunk": 4}
     return Engine(model, **usual | sizes, **own)
@@ -104,7 +104,7 @@ def engine_of(model, name: str, second=None, **sizes) -> Engine:
 def apart(model, name: str, requests, second=None) -> Generation:
     """What each of ``requests`` gives by `generate`, which gives each what it gives alone."""
     own = SETTINGS[name]
-    if own["draft"] is not None and own["draft"].needs_model:
+    if own["draft"] is not None and own["draft"].traits.needs_model:
         own = own | {"draft_model": second}
     texts, params = zip(*requests, strict=True)
     return generate(model, list(texts), list(params), **own)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.decode.draft import Drafter
-from jspec.decode.draft.base import autoregressive
+from jspec.decode.draft.autoregressive import autoregressive
 from jspec.policies import Streaming
 from jspec.policies.attend import selected_attend
 
@@ -17,31 +17,32 @@ class Followers(Drafter):
 
     window: int = 6
 
-    def init(self, models, lengths, capacity, gamma):
-        return jnp.full((len(lengths), models.target.config.vocab_size), -1, jnp.int32)
+    def init(self, models, batch, capacity, max_gamma):
+        return jnp.full((batch, models.target.config.vocab_size), -1, jnp.int32)
 
-    def prefill(self, models, own, tokens, positions, config):
-        return heard(own, tokens, positions[:, 1:] > 0)
+    def sync(self, models, drafter_state, tokens, lengths, max_tokens):
+        valid = jnp.arange(1, tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+        return extended(drafter_state, tokens, valid)
 
-    def draft(self, models, state, config):
+    def draft(self, models, state, gamma):
         def advance(step, token, positions, cache):
             where = jnp.where(state.beyond(positions[:, None]), -1, positions[:, None])
             view = Streaming(sinks=1, window=self.window)
-            attend = selected_attend(where, state.cache.lengths, config.gamma, policy=view)
+            attend = selected_attend(where, state.cache.lengths, gamma, policy=view)
             hidden, cache = models.target(token[:, None], where, attend, cache)
             known = jnp.take_along_axis(state.draft, token[:, None], axis=1)
             certain = 50 * jax.nn.one_hot(known[:, 0], state.draft.shape[1])
             return jnp.where(known >= 0, certain, models.target.logits(hidden)[:, 0]), cache
 
-        drafted, cache = autoregressive(state, config, advance, state.cache)
+        drafted, cache = autoregressive(state, gamma, advance, state.cache)
         return drafted, dataclasses.replace(state, cache=cache)
 
     def learn(self, state, target_pass, verified):
-        own = heard(state.draft, verified.tokens, verified.tokens[:, 1:] >= 0)
-        return dataclasses.replace(state, draft=own)
+        followers = extended(state.draft, verified.tokens, verified.tokens[:, 1:] >= 0)
+        return dataclasses.replace(state, draft=followers)
 
 
-def heard(own, tokens, valid):
-    rows = jnp.arange(len(own))[:, None]
-    at = jnp.where(valid, tokens[:, :-1], own.shape[1])
-    return own.at[rows, at].set(tokens[:, 1:], mode="drop")
+def extended(followers, tokens, valid):
+    rows = jnp.arange(len(followers))[:, None]
+    at = jnp.where(valid, tokens[:, :-1], followers.shape[1])
+    return followers.at[rows, at].set(tokens[:, 1:], mode="drop")

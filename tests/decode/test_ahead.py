@@ -15,7 +15,7 @@ from jspec.config import SamplingParams
 from jspec.decode import chunks, generation, growth, prefill, runner
 from jspec.decode.auto import GammaChoice
 from jspec.decode.chunks import Chunks
-from jspec.decode.draft import ModelDraft, second_model
+from jspec.decode.draft import ModelDraft
 from jspec.decode.generation import Interrupted, generate
 from jspec.decode.programs import Programs
 from jspec.decode.state import StepRecord
@@ -231,8 +231,7 @@ def test_each_gamma_is_told_of_its_own_chunks(sharp, watch, monkeypatch):
 
 def test_a_second_model_takes_up_what_it_rested_through(tiny, watch, monkeypatch):
     """The target as its own draft model is always right, where its cache lacks nothing."""
-    for module in (chunks, second_model):
-        monkeypatch.setattr(module, "CATCH_UP", 3)
+    monkeypatch.setattr(chunks, "SYNC_TOKENS", 3)
 
     def run():
         in_turn(monkeypatch, (0, 0, 0, 2))

@@ -15,11 +15,9 @@ from jspec.decode.draft import (
     Chain,
     ModelDraft,
     NgramDraft,
-    Paused,
     SelfDraft,
     SuffixDraft,
     named_draft,
-    second_model,
 )
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
@@ -275,7 +273,7 @@ def test_a_paused_drafter_is_as_if_it_had_drafted(sharp):
     draft = SuffixDraft(min_match=1)
     longest, params = StepConfig(4, draft), SamplingParams(max_new_tokens=8)
     states = []
-    for config in (longest, StepConfig(0, Paused(draft))):
+    for config in (longest, StepConfig(0, draft)):
         state = start_decoding(sharp, prompts((9, 30)), params, longest)
         while not state.done.all():
             state = speculative_step(sharp, state, config)
@@ -325,8 +323,7 @@ def test_what_has_nothing_to_choose_is_refused(settings, message, tiny):
 )
 def test_a_second_model_takes_up_what_was_decoded_while_it_rested(draft, tiny, monkeypatch):
     """The target as its own draft model is always right, where its cache lacks nothing."""
-    for module in (chunks, second_model):
-        monkeypatch.setattr(module, "CATCH_UP", 3)  # so that six tokens take several passes
+    monkeypatch.setattr(chunks, "SYNC_TOKENS", 3)  # so that six tokens take several passes
     in_turn(monkeypatch, (0, 0, 0, 2))
     plain = generate(tiny, prompts(), requests(), draft=None)
     settings = {"draft": draft, "draft_model": tiny, "steps_per_chunk": 2}
@@ -344,8 +341,8 @@ def test_a_second_model_that_rested_takes_up_no_more_than_a_row_holds(tiny, monk
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
         engine.run()
     in_turn(monkeypatch, (2,))
-    passes, run = [], engine._runner.chunks._caught_up
-    monkeypatch.setattr(engine._runner.chunks, "_caught_up", lambda x: passes.append(x) or run(x))
+    passes, run = [], engine._runner.chunks._synced
+    monkeypatch.setattr(engine._runner.chunks, "_synced", lambda x: passes.append(x) or run(x))
     request = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
     want = generate(tiny, [[5, 6, 7]], SamplingParams(max_new_tokens=3), draft=None).tokens[0]
     assert request.result() == want

@@ -70,7 +70,7 @@ def test_greedy_tokens_are_the_plain_ones(pair, name, plain, other, monkeypatch,
     monkeypatch.setattr(growth, "START", 48)
     monkeypatch.setattr(generation, "rounded_capacity", lambda needed: needed)
     draft, model = PAIRS[pair], request.getfixturevalue(name)
-    second = other if draft.needs_model else None
+    second = other if draft.traits.needs_model else None
     got = generate(model, prompts(), requests(), draft=draft, draft_model=second, gamma=6)
     assert got.tokens == plain[name].tokens
     assert got.stats.drafted > 60
@@ -95,7 +95,7 @@ def drafted(model, draft, gamma: int, params, second=None, steps: int = 0):
     state = start_decoding(models, prompts((50, 1, 17, 33)), params, config)
     for _ in range(steps):
         state = speculative_step(models, state, config)
-    propose = jax.jit(lambda state: config.draft.draft(models, state, config)[0])
+    propose = jax.jit(lambda state: config.draft.draft(models, state, config.gamma)[0])
     return jax.device_get(propose(state))
 
 
@@ -119,7 +119,7 @@ def test_rounds_bound_the_draft(first, length, sharp):
     """A round adds a token where its first draft is wrong or none, and all where it is right."""
     params = SamplingParams(max_new_tokens=30)
     chain = Chain(first, SelfDraft(Dense()), inner=2, rounds=2)
-    got = drafted(sharp, chain, 9, params, sharp if first.needs_model else None)
+    got = drafted(sharp, chain, 9, params, sharp if first.traits.needs_model else None)
     assert got.lengths.tolist() == [length] * 4
 
 
@@ -141,7 +141,7 @@ def test_a_draft_changes_nothing_that_is_committed(sharp):
     config = StepConfig(6, PAIRS["suffix-quest"])
     state = start_decoding(sharp, prompts((50, 9)), SamplingParams(max_new_tokens=20), config)
     before = jax.device_get(state)
-    draft = jax.jit(lambda state: config.draft.draft(Models(sharp), state, config)[1])
+    draft = jax.jit(lambda state: config.draft.draft(Models(sharp), state, config.gamma)[1])
     after = jax.device_get(draft(state))
     same = dataclasses.replace(after, cache=before.cache)
     jax.tree.map(np.testing.assert_array_equal, same, before)
@@ -158,10 +158,10 @@ def test_a_draft_changes_nothing_that_is_committed(sharp):
 class Fixed(Drafter):
     """Drafts the row's first stop token again and again."""
 
-    def draft(self, models, state, config):
-        shape = len(state.lengths), config.gamma
+    def draft(self, models, state, gamma):
+        shape = len(state.lengths), gamma
         tokens = jnp.broadcast_to(state.stop_tokens[:, :1], shape)
-        return Drafted(tokens, jnp.full(shape[:1], config.gamma, jnp.int32)), state
+        return Drafted(tokens, jnp.full(shape[:1], gamma, jnp.int32)), state
 
 
 def test_the_law_of_a_token_ignores_the_draft_behind_it(sharp):
@@ -172,7 +172,7 @@ def test_the_law_of_a_token_ignores_the_draft_behind_it(sharp):
     ]
     config = StepConfig(6, Chain(Fixed(), PAGES, inner=2, rounds=1))
     state = start_decoding(sharp, prompts((50,)) * 2, params, config)
-    propose = jax.jit(lambda state: config.draft.draft(Models(sharp), state, config)[0])
+    propose = jax.jit(lambda state: config.draft.draft(Models(sharp), state, config.gamma)[0])
     logits = np.asarray(propose(state).logits)
     assert logits[0, 0].any()
     np.testing.assert_array_equal(logits[0, 0], logits[1, 0])

@@ -23,7 +23,7 @@ from tests.decode.common import DRAFTERS, full_logits, prompts
 
 def propose(models, state: DecodeState, config: StepConfig) -> Drafted:
     """The draft of a step, cut at the rows' limits."""
-    drafted, _ = config.draft.draft(Models.of(models), state, config)
+    drafted, _ = config.draft.draft(Models.of(models), state, config.gamma)
     return within_limits(drafted, state, config.gamma)
 
 
@@ -176,7 +176,7 @@ def test_a_draft_writes_nothing_for_a_row_that_is_done(source, tiny, other):
     state = start_decoding(models, prompts((9, 9)), SamplingParams(max_new_tokens=20), config)
     state = dataclasses.replace(state, done=jnp.array([True, False]))
     before = jax.tree.map(np.array, state)
-    after = jax.jit(lambda state: config.draft.draft(models, state, config)[1])(state)
+    after = jax.jit(lambda state: config.draft.draft(models, state, config.gamma)[1])(state)
     caches = [(c.draft if source == "model" else c.cache).columns for c in (before, after)]
     pairs = list(zip(*map(jax.tree.leaves, caches), strict=True))
     assert len(pairs) == 4

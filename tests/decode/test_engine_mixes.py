@@ -98,7 +98,7 @@ def test_texts_have_the_target_law(source, monkeypatch):
         capacity=10,
         draft=draft,
         gamma=0 if source == "plain" else 2,
-        draft_model=second() if draft.needs_model else None,
+        draft_model=second() if draft.traits.needs_model else None,
         prefill_chunk=256 * 16,
         steps_per_chunk=2,
     )

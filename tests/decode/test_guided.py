@@ -9,7 +9,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Chain, GuidedDraft, NgramDraft, NoDraft, SelfDraft, named_draft
-from jspec.decode.draft.base import alternating_scan
+from jspec.decode.draft.autoregressive import alternating_scan
 from jspec.decode.generation import generate
 from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import start_decoding
@@ -58,8 +58,9 @@ def test_names_and_settings_of_drafts():
 @pytest.mark.parametrize("collect", ["ends", "all", "accepted", "last"])
 def test_steps_have_numbers_of_their_own_where_rejected_tokens_score(collect):
     draft = GuidedDraft(Vegas(collect=collect))
-    assert draft.learns_from_rejected == (collect in ("ends", "all"))
-    assert Chain(NgramDraft(), draft).learns_from_rejected == draft.learns_from_rejected
+    assert draft.traits.learns_from_rejected == (collect in ("ends", "all"))
+    chain = Chain(NgramDraft(), draft)
+    assert chain.traits.learns_from_rejected == draft.traits.learns_from_rejected
 
 
 def test_a_step_leaves_what_the_next_draft_reads(tiny):
@@ -137,7 +138,7 @@ def after_steps(model, policy, gamma: int, drafter: Any = None, steps: int = 1):
     run = jax.jit(lambda models, state: decode_step(models, state, config)[0])
     for _ in range(steps):
         state = run(models, state)
-    draft = jax.jit(lambda models, state: config.draft.draft(models, state, config)[0])
+    draft = jax.jit(lambda models, state: config.draft.draft(models, state, config.gamma)[0])
     return models, state, draft(models, state)
 
 

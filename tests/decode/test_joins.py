@@ -102,8 +102,8 @@ def test_verifying_from_the_state_before_would_cost_one(tiny, monkeypatch):
     """What the test above looks for is there where the drafted state is dropped, as in 0.1.0."""
 
     class Dropped(Followers):
-        def draft(self, models, state, config):
-            return super().draft(models, state, config)[0], state
+        def draft(self, models, state, gamma):
+            return super().draft(models, state, gamma)[0], state
 
     copies, temporary = cache_sized_copies(tiny, StepConfig(4, Dropped()), 3, 4096)
     assert copies

@@ -75,7 +75,7 @@ def lowered(
     def whole(state):
         cache = create_cache(config.cache_policy, specs, layouts, batch, DTYPE)
         tokens = jnp.zeros((batch, SLOTS), jnp.int32)
-        own = draft.init(models, cache.lengths, SLOTS, GAMMA)
+        own = draft.init(models, batch, SLOTS, GAMMA)
         return dataclasses.replace(state, cache=cache, tokens=tokens, draft=own)
 
     state = jax.eval_shape(whole, small)
@@ -83,8 +83,8 @@ def lowered(
         return decode_chunk.lower(models, state, config=config, steps=4)
     if program == "step":
         return speculative_step.lower(models, state, config=config)
-    piece = jax.ShapeDtypeStruct((batch, 64), jnp.int32)
-    return prefill_chunk.lower(models, state.cache, None, piece, piece, config=config)
+    args = (models, state.cache, None, state.tokens, jax.ShapeDtypeStruct((), jnp.int32))
+    return prefill_chunk.lower(*args, config=config, size=64)
 
 
 @pytest.mark.parametrize("program", ["chunk", "step", "prefill"])

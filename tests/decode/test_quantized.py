@@ -97,8 +97,8 @@ def test_settings_are_named_and_checked(tiny):
     assert named_draft("vegas:budget=6,quantized=int8,least=0") == GUIDED
     narrow = dataclasses.replace(GUIDED, quantized="mxfp4")
     assert named_draft("vegas:budget=6,quantized=mxfp4,least=0") == narrow
-    assert not SelfDraft().takes_model
-    assert ModelDraft().takes_model
+    assert not SelfDraft().traits.makes_model
+    assert ModelDraft().traits.needs_model
     for name in ("dense", "vegas"):
         with pytest.raises(
             ValueError, match=f"draft {name}: quantized='int4' must be one of int8, fp8, mx"

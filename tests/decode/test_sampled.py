@@ -9,7 +9,7 @@ from jspec.config import SamplingParams
 from jspec.cuda_ffi import library
 from jspec.decode import prefill
 from jspec.decode import step as step_module
-from jspec.decode.draft import NoDraft
+from jspec.decode.draft import DrafterTraits, NoDraft
 from jspec.decode.generation import generate
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -126,11 +126,11 @@ def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, mo
         return verify(tokens, logits, lengths, stops, sampling, *rest, **settings)
 
     class Listening(NoDraft):
-        learns_from_rejected = learns
+        traits = DrafterTraits(learns_from_rejected=learns)
 
-        def draft(self, models, state, config):
+        def draft(self, models, state, gamma):
             seen.append(state.sampling.seeds)
-            return super().draft(models, state, config)
+            return super().draft(models, state, gamma)
 
     config = StepConfig(2, Listening(), rule=rule)
     hot = SamplingParams(temperature=1.0, seed=9, max_new_tokens=4)

@@ -85,7 +85,7 @@ def test_the_index_equals_its_definition(piece):
 
 @jax.jit(static_argnames="config")
 def propose(state, config):
-    return config.draft.draft(None, state, config)[0]
+    return config.draft.draft(None, state, config.gamma)[0]
 
 
 def check_state(state, draft: SuffixDraft, gamma: int) -> int:

@@ -11,7 +11,8 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.decode import step as step_module
 from jspec.decode.auto import GammaChoice
-from jspec.decode.draft import base as draft_module
+from jspec.decode.draft import DrafterTraits
+from jspec.decode.draft import autoregressive as draft_module
 from jspec.decode.draft import chain as chain_module
 from jspec.ops.sample import Role
 from tests.decode.text_laws import OTHER_POLICIES, SAMPLED, SOURCES, Haunted, check_law
@@ -141,7 +142,7 @@ def test_a_mutant_is_caught(owner, name, mutant, monkeypatch):
 
 
 def test_numbers_of_rejected_tokens_are_not_used_again(monkeypatch):
-    monkeypatch.setattr(Haunted, "learns_from_rejected", False)
+    monkeypatch.setattr(Haunted, "traits", DrafterTraits())
     with pytest.raises(AssertionError, match=r"p-value|seldom"):
         check_law("haunted", SAMPLED, rows=SOME_ROWS)
 

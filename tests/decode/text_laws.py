@@ -17,13 +17,14 @@ from jspec.decode.draft import (
     Chain,
     Drafted,
     Drafter,
+    DrafterTraits,
     GuidedDraft,
     ModelDraft,
     NgramDraft,
     NoDraft,
     SelfDraft,
 )
-from jspec.decode.draft import base as draft_module
+from jspec.decode.draft import autoregressive as draft_module
 from jspec.decode.generation import generate
 from jspec.decode.resolved_options import Gamma
 from jspec.ops import vocabulary as vocabulary_module
@@ -56,19 +57,19 @@ class Haunted(Drafter):
     """Knows what it drew at a position when that was rejected, and seldom draws it again."""
 
     @property
-    def learns_from_rejected(self):
-        return True
+    def traits(self):
+        return DrafterTraits(learns_from_rejected=True)
 
-    def init(self, models, lengths, capacity, gamma):
-        return jnp.full((len(lengths), capacity), -1, jnp.int32)
+    def init(self, models, batch, capacity, max_gamma):
+        return jnp.full((batch, capacity), -1, jnp.int32)
 
-    def draft(self, models, state, config):
+    def draft(self, models, state, gamma):
         rows = jnp.arange(len(state.lengths))[:, None]
-        where = state.lengths[:, None] + jnp.arange(config.gamma, dtype=jnp.int32)[None]
+        where = state.lengths[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
         before = state.draft.at[rows, where].get(mode="fill", fill_value=-1)
         logits = -3.0 * jax.nn.one_hot(before, 3)
         tokens = draft_module.sample(logits, state.sampling, where, Role.DRAFT, filtered=False)
-        lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
+        lengths = jnp.full(state.lengths.shape, gamma, jnp.int32)
         own = state.draft.at[rows, where].set(tokens, mode="drop")
         return Drafted(tokens, lengths, logits), dataclasses.replace(state, draft=own)
 
@@ -170,7 +171,7 @@ def check_law(
             seeded(params, seed * rows, rows),
             gamma=0 if source == "plain" else gamma,
             draft=draft,
-            draft_model=second(vocabulary) if draft.needs_model else None,
+            draft_model=second(vocabulary) if draft.traits.needs_model else None,
             policy_params=arrays,
             rule=rule,
             steps_per_chunk=2,

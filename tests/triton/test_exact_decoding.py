@@ -175,7 +175,7 @@ def test_every_drafter_leaves_the_bits_of_plain_decoding_on_a_gpu(
     name, batch, gamma, bundled, alone
 ):
     draft, (texts, plain) = EVERY[name], alone
-    other = bundled if draft.needs_model else None
+    other = bundled if draft.traits.needs_model else None
     config = StepConfig(0 if name == "plain" else gamma, draft, exact=True)
     models = Models(bundled, other)
     if config.cache_policy.needs_arrays:
@@ -195,7 +195,7 @@ def test_an_engine_leaves_the_tokens_of_plain_decoding_on_a_gpu(name, bundled, a
         capacity=1300,
         draft=draft,
         gamma=4,
-        draft_model=bundled if draft.needs_model else None,
+        draft_model=bundled if draft.traits.needs_model else None,
         exact=True,
     )
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)

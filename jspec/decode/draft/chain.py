@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from jspec.cache import Cache
 from jspec.config import shown, whole_number
-from jspec.decode.draft.base import (
-    Drafted,
-    Drafter,
-    SparseDrafter,
-    TargetPass,
-    alternating_scan,
-    within_limits,
-)
+from jspec.decode.draft.autoregressive import alternating_scan, max_draft_lengths, within_limits
+from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass
+from jspec.decode.draft.self_draft import SparseDrafter
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.commit import Rows, commit
 from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.policies import Dense, Guided, Policy
 from jspec.typing import Array
-
-if TYPE_CHECKING:
-    from jspec.decode.settings import StepConfig
 
 
 class Levels(NamedTuple):
@@ -49,9 +42,6 @@ class Chain(Drafter):
     drafted.
     """
 
-    usual_gamma: ClassVar[int] = 12
-    runs_model: ClassVar[bool] = True
-
     first: Drafter
     second: SparseDrafter
     inner: int = 4
@@ -67,7 +57,7 @@ class Chain(Drafter):
                 f"second={shown(self.second)} must draft with the model itself, as SelfDraft() does"
             )
         cache_policy = self.first.cache_policy
-        if self.first.guided is not None:
+        if self.first.collect_policy is not None:
             raise ValueError(
                 f"first={shown(self.first)} is guided by verification, which guides second alone; "
                 "pass one that is not, as SuffixDraft() is"
@@ -77,7 +67,8 @@ class Chain(Drafter):
                 f"first={shown(self.first)} keeps columns in the cache, which has room for those "
                 "of second alone; pass one without, as SuffixDraft() is"
             )
-        if self.first.takes_model and self.second.takes_model:
+        first, second = self.first.traits, self.second.traits
+        if (first.needs_model or first.makes_model) and second.makes_model:
             raise ValueError(
                 f"first={shown(self.first)} and second={shown(self.second)} both draft with "
                 "models.draft, which is one model; pass second without quantized"
@@ -87,92 +78,72 @@ class Chain(Drafter):
                 raise ValueError(f"{name}={shown(getattr(self, name))} must be at least 1")
 
     @property
+    def traits(self) -> DrafterTraits:
+        first, second = self.first.traits, self.second.traits
+        return DrafterTraits(
+            default_gamma=12,
+            runs_model=True,
+            needs_model=first.needs_model,
+            makes_model=first.makes_model or second.makes_model,
+            learns_from_rejected=first.learns_from_rejected or second.learns_from_rejected,
+        )
+
+    @property
     def cache_policy(self) -> Policy:
         return self.second.cache_policy
 
     @property
-    def needs_model(self) -> bool:
-        return self.first.needs_model
-
-    @property
-    def takes_model(self) -> bool:
-        return self.first.takes_model or self.second.takes_model
-
-    @property
-    def learns_from_rejected(self) -> bool:
-        return self.first.learns_from_rejected or self.second.learns_from_rejected
-
-    @property
-    def guided(self) -> Guided | None:
-        return self.second.guided
+    def collect_policy(self) -> Guided | None:
+        return self.second.collect_policy
 
     def prepare(self, models: Models) -> Models:
         return self.second.prepare(self.first.prepare(models))
 
-    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Levels:
+    def init(self, models: Models, batch: int, capacity: int, max_gamma: int) -> Levels:
         return Levels(
             # It drafts up to ``inner`` tokens past those of the earlier rounds.
-            self.first.init(models, lengths, capacity, gamma + self.inner),
-            self.second.init(models, lengths, capacity, gamma),
+            self.first.init(models, batch, capacity, max_gamma + self.inner),
+            self.second.init(models, batch, capacity, max_gamma),
         )
 
-    def resumed(
-        self, models: Models, drafter_state: Any, lengths: Array, capacity: int, gamma: int
-    ) -> Levels:
-        return Levels(
-            self.first.resumed(models, drafter_state.first, lengths, capacity, gamma + self.inner),
-            self.second.resumed(models, drafter_state.second, lengths, capacity, gamma),
-        )
-
-    def prefill(
+    def sync(
         self,
         models: Models,
-        drafter_state: Any,
+        drafter_state: Levels,
         tokens: Array,
-        positions: Array,
-        config: StepConfig,
+        lengths: Array,
+        max_tokens: int,
     ) -> Levels:
-        pairs = zip((self.first, self.second), drafter_state, strict=True)
-        return Levels(*(d.prefill(models, x, tokens, positions, config) for d, x in pairs))
-
-    def grow(self, drafter_state: Any, capacity: int) -> Levels:
+        first, second = drafter_state
         return Levels(
-            self.first.grow(drafter_state.first, capacity),
-            self.second.grow(drafter_state.second, capacity),
+            self.first.sync(models, first, tokens, lengths, max_tokens),
+            self.second.sync(models, second, tokens, lengths, max_tokens),
         )
 
+    def grow(self, drafter_state: Levels, capacity: int) -> Levels:
+        first, second = drafter_state
+        return Levels(self.first.grow(first, capacity), self.second.grow(second, capacity))
+
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
-        return self._each(state, lambda drafter, state: drafter.learn(state, target_pass, verified))
-
-    def rest(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
-        return self._each(state, lambda drafter, state: drafter.rest(state, target_pass, verified))
-
-    def caught_up(self, models: Models, state: DecodeState, config: StepConfig) -> DecodeState:
-        return self._each(state, lambda drafter, state: drafter.caught_up(models, state, config))
-
-    def _each(
-        self, state: DecodeState, take_up: Callable[[Drafter, DecodeState], DecodeState]
-    ) -> DecodeState:
-        """The state once ``take_up`` has changed the state of each of the two drafters."""
         pairs = zip((self.first, self.second), state.draft, strict=True)
         states = (
-            take_up(x, dataclasses.replace(state, draft=drafter_state)).draft
-            for x, drafter_state in pairs
+            drafter.learn(dataclasses.replace(state, draft=x), target_pass, verified).draft
+            for drafter, x in pairs
         )
         return dataclasses.replace(state, draft=Levels(*states))
 
-    def draft(
-        self, models: Models, state: DecodeState, config: StepConfig
-    ) -> tuple[Drafted, DecodeState]:
-        gamma, begin, context_len = config.gamma, state.lengths, state.cache.lengths
+    def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
+        begin, context_len, levels = state.lengths, state.cache.lengths, state.draft
+        first = levels.first
+        if self.first.traits.needs_model:
+            # A draft takes up one missing token by itself. After a draft of a chain that was
+            # accepted whole there are two: the last of the first drafter, and that of the second.
+            first = self.first.sync(models, first, state.tokens, context_len, 1)
         # A round may go up to the draft's end, and the outer step needs one token more.
-        room = jnp.minimum(jnp.minimum(state.limits - begin - 1, state.draft_limits), gamma)
-        room = jnp.maximum(room, 0)
-        levels: Levels = state.draft
+        max_lengths = max_draft_lengths(state, gamma)
         inside = dataclasses.replace(
-            state, limits=begin + room, done=state.done | (room == 0), draft=levels.first
+            state, limits=begin + max_lengths, done=state.done | (max_lengths == 0), draft=first
         )
-        inside = self.first.before_rounds(models, inside, config)
         policy, policy_params = self.second.view(models, levels.second, context_len)
         # Each round adds at least one token.
         rounds = min(self.rounds, gamma)
@@ -184,7 +155,7 @@ class Chain(Drafter):
             inside, policy_params, logits = carried
             before = inside.lengths
             inside, policy_params, of_round = self._round(
-                *(models, inside, context_len, (policy, policy_params), config),
+                *(models, inside, context_len, (policy, policy_params), gamma),
                 is_refresh=is_refresh,
             )
             if logits is not None:
@@ -200,7 +171,7 @@ class Chain(Drafter):
         tokens = jnp.take_along_axis(inside.tokens, index, axis=1)
         drafted = Drafted(tokens, inside.lengths - begin, logits)
         cache = inside.cache.with_lengths(context_len)
-        levels = levels._replace(first=self.first.undone(inside.draft, levels.first))
+        levels = levels._replace(first=_restored(inside.draft, first))
         return drafted, dataclasses.replace(state, cache=cache, draft=levels)
 
     def _round(
@@ -209,7 +180,7 @@ class Chain(Drafter):
         state: DecodeState,
         context_len: Array,
         view: tuple[Policy, Any],
-        config: StepConfig,
+        gamma: int,
         *,
         is_refresh: bool,
     ) -> tuple[DecodeState, Any, Array]:
@@ -218,16 +189,16 @@ class Chain(Drafter):
         ``view``: that of the second drafter. ``state.draft`` is the first drafter's. Returns the
         state, the second policy's parameters for the next round, and the logits ``[B, g + 1, V]``.
         """
-        inner = dataclasses.replace(config, gamma=min(self.inner, config.gamma), draft=self.first)
+        inner = min(self.inner, gamma)
         drafted, state = self.first.draft(models, state, inner)
-        drafted = within_limits(drafted, state, inner.gamma)
+        drafted = within_limits(drafted, state, inner)
         tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
-        index = jnp.arange(inner.gamma + 1, dtype=jnp.int32)[None]
+        index = jnp.arange(inner + 1, dtype=jnp.int32)[None]
         counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
         positions = jnp.where(counts, state.cache.lengths[:, None] + index, -1)
         model = self.second.model_of(models)
         hidden, cache, policy_params = self.second.run(
-            *(models, view, tokens, positions, state.cache, context_len, config),
+            *(models, view, tokens, positions, state.cache, context_len, gamma),
             is_refresh=is_refresh,
         )
         logits = model.logits(hidden)
@@ -240,15 +211,8 @@ class Chain(Drafter):
                 state.lengths[:, None] + index,
                 Role.DRAFT,
                 filtered=state.mode == "filtered",
-                implementation=config.backends.get("sample"),
             )
-        verified = verify_greedy(
-            drafted.tokens,
-            model_tokens,
-            drafted.lengths,
-            state.stop_tokens,
-            implementation=config.backends.get("verify_greedy"),
-        )
+        verified = verify_greedy(drafted.tokens, model_tokens, drafted.lengths, state.stop_tokens)
         _, rows = commit(
             verified, state.limits, Rows(state.tokens, state.cache.lengths, state.done)
         )
@@ -259,6 +223,19 @@ class Chain(Drafter):
             policy_params,
             logits,
         )
+
+
+def _restored(after: Any, before: Any) -> Any:
+    """The first drafter's state once the rounds are over, in which it learned from drafts.
+
+    It is that of before, except for a `Cache`, of which ``before`` would be a second copy: the
+    tokens of the rounds stay in it until `Drafter.learn` cuts it.
+    """
+    return jax.tree.map(
+        lambda after, before: after if isinstance(after, Cache) else before,
+        *(after, before),
+        is_leaf=lambda node: isinstance(node, Cache),
+    )
 
 
 def _put(into: Array, rows: Array, begin: Array, counts: Array) -> Array:

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jspec.cache.cache import longer
 from jspec.config import shown
-from jspec.decode.draft.base import Drafted, SparseDrafter, TargetPass, autoregressive
-from jspec.decode.state import DecodeState, Models, vocabulary_axes
+from jspec.decode.draft.drafter import DrafterTraits, TargetPass
+from jspec.decode.draft.self_draft import SparseDrafter
+from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
 from jspec.policies import Guided, Policy, Vegas
 from jspec.policies.collect import picks
 from jspec.policies.guided import Guidance, padded, with_since
 from jspec.typing import Array
 
-if TYPE_CHECKING:
-    from jspec.decode.settings import StepConfig
-
-
 VEGAS = Vegas()
 
 
-class Guide(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guide:
     """What a draft reads of the committed positions; -1 is none.
 
     Attributes:
         picked: Of each layer that selects, int32 ``[B, n]`` or, per head, ``[B, K, n]``: positions
             below the length that the last verification began with.
-        since: int32 ``[B, gamma + 1]``: positions committed since then.
+        since: int32 ``[B, max_gamma + 1]``: positions committed since then; none before the first
+            verification.
     """
 
     picked: tuple[Array | None, ...]
@@ -45,6 +46,17 @@ class Guide(NamedTuple):
             None if positions is None else with_since(positions, since) for positions in self.picked
         )
         return Guidance(tuple(read), since, hashes)
+
+    def partition_specs(self, tpa_axes: Any, kvp_axes: Any) -> Any:
+        """The `PartitionSpec` of each array: a device picks of its own positions, and heads."""
+
+        def of(picked: Array) -> PartitionSpec:
+            heads = () if picked.ndim == 2 else (tpa_axes,)
+            return PartitionSpec(None, *heads, kvp_axes)
+
+        return dataclasses.replace(
+            self, picked=jax.tree.map(of, self.picked), since=PartitionSpec()
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,28 +84,42 @@ class GuidedDraft(SparseDrafter):
         return self.policy.cache_policy
 
     @property
-    def guided(self) -> Guided:
+    def collect_policy(self) -> Guided:
         return self.policy
 
     @property
-    def learns_from_rejected(self) -> bool:
-        return not self.policy.needs_verdict
+    def traits(self) -> DrafterTraits:
+        learns_from_rejected = not self.policy.needs_verdict
+        return dataclasses.replace(super().traits, learns_from_rejected=learns_from_rejected)
 
-    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> Guide:
-        super().init(models, lengths, capacity, gamma)
+    def init(self, models: Models, batch: int, capacity: int, max_gamma: int) -> Guide:
+        super().init(models, batch, capacity, max_gamma)
+        picked = self._initial_selections(models, jnp.zeros(batch, jnp.int32), capacity)
+        return Guide(picked, jnp.full((batch, max_gamma + 1), -1, jnp.int32))
+
+    def sync(
+        self, models: Models, drafter_state: Guide, tokens: Array, lengths: Array, max_tokens: int
+    ) -> Guide:
+        guide, has_verified = drafter_state, drafter_state.since[:, 0] >= 0
+
+        def chosen(picked: Array, initial: Array) -> Array:
+            keeps = has_verified.reshape(-1, *[1] * (picked.ndim - 1))
+            return jnp.where(keeps, picked, padded(initial, picked.shape[-1]))
+
+        initial = self._initial_selections(models, lengths, tokens.shape[1])
+        return dataclasses.replace(guide, picked=jax.tree.map(chosen, guide.picked, initial))
+
+    def _initial_selections(
+        self, models: Models, lengths: Array, capacity: int
+    ) -> tuple[Array | None, ...]:
+        """What each layer reads of contexts of ``lengths [B]`` before any verification."""
         specs = models.target.config.layers
-        picked = tuple(
+        return tuple(
             self.policy.initial_selection(specs[layer].kv_heads, capacity, lengths)
             if leader == layer
             else None
             for layer, leader in enumerate(self.policy.leaders(specs))
         )
-        return Guide(picked, jnp.full((len(lengths), gamma + 1), -1, jnp.int32))
-
-    def resumed(
-        self, models: Models, drafter_state: Guide, lengths: Array, capacity: int, gamma: int
-    ) -> Guide:
-        return self.init(models, lengths, capacity, gamma)
 
     def grow(self, drafter_state: Guide, capacity: int) -> Guide:
         def wider(picked: Array) -> Array:
@@ -105,45 +131,12 @@ class GuidedDraft(SparseDrafter):
             return longer(picked, max(new_size, local_size) * parts, -1, axis=axis, parts=parts)
 
         picked = tuple(None if x is None else wider(x) for x in drafter_state.picked)
-        return drafter_state._replace(picked=picked)
+        return dataclasses.replace(drafter_state, picked=picked)
 
     def view(
         self, models: Models, drafter_state: Guide, context_len: Array
     ) -> tuple[Guided, Guidance]:
         return self.policy, drafter_state.guidance(context_len, models.policy)
-
-    def draft(
-        self, models: Models, state: DecodeState, config: StepConfig
-    ) -> tuple[Drafted, DecodeState]:
-        context_len = state.cache.lengths
-        _, policy_params = self.view(models, state.draft, context_len)
-        model = self.model_of(models)
-
-        def advance(step, token, positions, carry, is_refresh=False):
-            cache, policy_params = carry
-            where = positions[:, None]
-            where = jnp.where(state.beyond(where), -1, where)
-            hidden, cache, policy_params = self.run(
-                *(
-                    models,
-                    (self.policy, policy_params),
-                    token[:, None],
-                    where,
-                    cache,
-                    context_len,
-                    config,
-                ),
-                is_refresh=is_refresh,
-            )
-            return model.logits(hidden)[:, 0], (cache, policy_params)
-
-        drafted, (cache, _) = autoregressive(
-            *(state, config, advance, (state.cache, policy_params)),
-            axis_name=vocabulary_axes(models.target),
-            advance_refresh=functools.partial(advance, is_refresh=True),
-            every=self.refresh,
-        )
-        return drafted, dataclasses.replace(state, cache=cache)
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         guide: Guide = state.draft

@@ -3,19 +3,132 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import Any
 
 import jax.numpy as jnp
 
+from jspec.cache import Cache
 from jspec.config import shown
-from jspec.decode.draft.base import Drafted, SparseDrafter, autoregressive
+from jspec.decode.draft.autoregressive import autoregressive
+from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits
 from jspec.decode.state import DecodeState, Models, vocabulary_axes
+from jspec.models.quantized import quantized_copy
+from jspec.ops.quantized import KINDS
 from jspec.policies import Guided, Policy, Streaming
 from jspec.policies.attend import Compact, compact_attend, run_selected
-from jspec.typing import Array
+from jspec.typing import Array, Model
 
-if TYPE_CHECKING:
-    from jspec.decode.settings import StepConfig
+
+class SparseDrafter(Drafter):
+    """A drafter that runs the target over a sparse view of its own cache.
+
+    ``quantized``: ``int8``, ``fp8`` or ``mxfp4`` makes drafts with a copy of the target whose
+    linear weights have so few bits (`quantized_copy`). `prepare` makes it, and ``models.draft``
+    holds it; verification reads the target's own weights. Subclasses have it as a setting, "" for
+    no copy, and check it by `check_quantized`.
+    """
+
+    quantized: str
+
+    def check_quantized(self) -> None:
+        """Raise `ValueError` for a kind of copy that does not exist."""
+        if self.quantized not in ("", *KINDS):
+            raise ValueError(f"quantized={self.quantized!r} must be one of {', '.join(KINDS)}")
+
+    @property
+    def traits(self) -> DrafterTraits:
+        is_copy = bool(self.quantized)  # which is whole on one device
+        return DrafterTraits(runs_model=True, makes_model=is_copy, runs_on_mesh=not is_copy)
+
+    def prepare(self, models: Models) -> Models:
+        if not self.quantized or models.draft is not None:
+            return models
+        return models._replace(draft=quantized_copy(models.target, self.quantized))
+
+    def init(self, models: Models, batch: int, capacity: int, max_gamma: int) -> Any:
+        if self.quantized and models.draft is None:
+            raise ValueError(
+                f"{type(self).__name__}(quantized={self.quantized!r}) drafts with a copy of the "
+                "target; pass draft.prepare(jspec.Models(target))"
+            )
+
+    def view(self, models: Models, drafter_state: Any, context_len: Array) -> tuple[Policy, Any]:
+        """The policy by which a pass selects what it reads, and the policy's parameters.
+
+        ``context_len`` int32 ``[B]``: committed positions per row.
+        """
+        raise NotImplementedError
+
+    @property
+    def refresh(self) -> int:
+        """After how many passes of a draft the next one selects again what it reads; 0 is never."""
+        return 0 if self.collect_policy is None else self.collect_policy.refresh
+
+    def run(
+        self,
+        models: Models,
+        view: tuple[Policy, Any],
+        tokens: Array,
+        positions: Array,
+        cache: Cache,
+        context_len: Array,
+        gamma: int,
+        *,
+        is_refresh: bool = False,
+    ) -> tuple[Array, Cache, Any]:
+        """A pass over ``tokens`` of a draft.
+
+        Args:
+            models: The models of the step.
+            view: What `view` returned.
+            tokens: int32 ``[B, T]``: draft tokens.
+            positions: int32 ``[B, T]``: their positions, -1 for padding.
+            cache: The target's cache.
+            context_len: int32 ``[B]``: committed positions per row, after which the draft begins.
+            gamma: Most draft tokens of the step.
+            is_refresh: Whether the pass selects again, as `refresh` says.
+
+        Returns:
+            The hidden states ``[B, T, D]``, the cache with the tokens' columns, and the policy's
+            parameters for the next pass.
+        """
+        policy, policy_params = view
+        hidden, cache, selections = run_selected(
+            *(self.model_of(models), tokens, positions, cache, context_len, gamma),
+            policy=policy,
+            policy_params=policy_params.for_refresh() if is_refresh else policy_params,
+        )
+        if is_refresh:
+            policy_params = policy_params.with_selections(selections)
+        return hidden, cache, policy_params
+
+    def model_of(self, models: Models) -> Model:
+        """The model that drafts: the target, or its quantized copy."""
+        if not self.quantized:
+            return models.target
+        assert models.draft is not None  # `init`
+        return models.draft
+
+    def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
+        context_len, model = state.cache.lengths, self.model_of(models)
+        policy, policy_params = self.view(models, state.draft, context_len)
+
+        def advance(step, token, positions, carry, is_refresh=False):
+            cache, policy_params = carry
+            where = positions[:, None]
+            where = jnp.where(state.beyond(where), -1, where)
+            args = (models, (policy, policy_params), token[:, None], where, cache, context_len)
+            hidden, *carry = self.run(*args, gamma, is_refresh=is_refresh)
+            return model.logits(hidden)[:, 0], tuple(carry)
+
+        drafted, (cache, _) = autoregressive(
+            *(state, gamma, advance, (state.cache, policy_params)),
+            axis_name=vocabulary_axes(models.target),
+            advance_refresh=functools.partial(advance, is_refresh=True),
+            every=self.refresh,
+        )
+        return drafted, dataclasses.replace(state, cache=cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,46 +158,16 @@ class SelfDraft(SparseDrafter):
     def view(self, models: Models, drafter_state: Any, context_len: Array) -> tuple[Policy, Any]:
         return self.policy, models.policy
 
-    def draft(
-        self, models: Models, state: DecodeState, config: StepConfig
-    ) -> tuple[Drafted, DecodeState]:
-        models = models._replace(target=self.model_of(models))
+    def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         # There is no compact copy for rows that devices share.
         if self.policy.reads_queries or state.cache.shards is not None:
-            return self._in_cache(models, state, config)
-        return self._in_copy(models, state, config)
-
-    def _in_cache(
-        self, models: Models, state: DecodeState, config: StepConfig
-    ) -> tuple[Drafted, DecodeState]:
-        context_len = state.cache.lengths
-
-        def advance(step, token, positions, cache):
-            where = positions[:, None]
-            where = jnp.where(state.beyond(where), -1, where)
-            hidden, cache, _ = run_selected(
-                *(models.target, token[:, None], where, cache, context_len, config.gamma),
-                policy=self.policy,
-                policy_params=models.policy,
-                backends=config.backends,
-            )
-            return models.target.logits(hidden)[:, 0], cache
-
-        axes = vocabulary_axes(models.target)
-        drafted, cache = autoregressive(state, config, advance, state.cache, axis_name=axes)
-        return drafted, dataclasses.replace(state, cache=cache)
-
-    def _in_copy(
-        self, models: Models, state: DecodeState, config: StepConfig
-    ) -> tuple[Drafted, DecodeState]:
-        compact = Compact.of(state.cache, self.policy, models.policy, spare=config.gamma)
+            return super().draft(models, state, gamma)
+        model = self.model_of(models)
+        compact = Compact.of(state.cache, self.policy, models.policy, spare=gamma)
 
         def advance(step, token, positions, compact):
-            attend = compact_attend(
-                positions[:, None], config.gamma - step, backends=config.backends
-            )
-            hidden, compact = models.target(token[:, None], positions[:, None], attend, compact)
-            return models.target.logits(hidden)[:, 0], compact
+            attend = compact_attend(positions[:, None], gamma - step)
+            hidden, compact = model(token[:, None], positions[:, None], attend, compact)
+            return model.logits(hidden)[:, 0], compact
 
-        drafted, _ = autoregressive(state, config, advance, compact)
-        return drafted, state
+        return autoregressive(state, gamma, advance, compact)[0], state

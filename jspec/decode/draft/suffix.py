@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,11 @@ from jax import lax
 
 from jspec.cache.cache import longer
 from jspec.config import shown, whole_number
-from jspec.decode.draft.base import Drafted, Drafter, TargetPass
-from jspec.decode.draft.lookup import agreement, continuation
+from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass
+from jspec.decode.draft.ngram import agreement, continuation
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
 from jspec.typing import Array
-
-if TYPE_CHECKING:
-    from jspec.decode.settings import StepConfig
 
 GROUP = 16  # tokens that are added to the index at a time, so that long prompts cost few passes
 
@@ -66,6 +63,12 @@ class SuffixIndex:
         agreed = within + jnp.where(within == counts[:, None], old, 0)
         return SuffixIndex(text, length, agreed)
 
+    def extended(self, tokens: Array, lengths: Array, max_tokens: int) -> SuffixIndex:
+        """The index of the first ``lengths [B]`` of ``tokens [B, S]``, or ``max_tokens`` more."""
+        at = self.length[:, None] + jnp.arange(max_tokens, dtype=jnp.int32)[None]
+        new = jnp.take_along_axis(tokens, jnp.minimum(at, tokens.shape[1] - 1), axis=1)
+        return self.append(new, jnp.clip(lengths - self.length, 0, max_tokens))
+
 
 @dataclasses.dataclass(frozen=True)
 class SuffixDraft(Drafter):
@@ -75,8 +78,6 @@ class SuffixDraft(Drafter):
     nothing: longer matches are right for longer (SuffixDecoding, arXiv 2411.04975, section 4.2).
     The index of matches is part of the state, two integers a position.
     """
-
-    usual_gamma: ClassVar[int] = 8
 
     min_match: int = 3
     factor: float = 4.0
@@ -90,49 +91,42 @@ class SuffixDraft(Drafter):
                 f"{self.min_match}, at least 1, so that the shortest match drafts a token"
             )
 
-    def init(self, models: Models, lengths: Array, capacity: int, gamma: int) -> SuffixIndex:
-        return SuffixIndex.empty(len(lengths), capacity)
+    @property
+    def traits(self) -> DrafterTraits:
+        return DrafterTraits(default_gamma=8, runs_on_mesh=True)
 
-    def prefill(
+    def init(self, models: Models, batch: int, capacity: int, max_gamma: int) -> SuffixIndex:
+        return SuffixIndex.empty(batch, capacity)
+
+    def sync(
         self,
         models: Models,
-        drafter_state: Any,
+        drafter_state: SuffixIndex,
         tokens: Array,
-        positions: Array,
-        config: StepConfig,
+        lengths: Array,
+        max_tokens: int,
     ) -> SuffixIndex:
-        def grouped(x: Array) -> Array:
-            x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)), constant_values=-1)
-            return x.reshape(len(x), -1, GROUP).swapaxes(0, 1)
-
-        def take(
-            drafter_state: SuffixIndex, group: tuple[Array, Array]
-        ) -> tuple[SuffixIndex, None]:
-            tokens, positions = group
-            return drafter_state.append(tokens, (positions >= 0).sum(axis=1, dtype=jnp.int32)), None
-
-        return lax.scan(take, drafter_state, (grouped(tokens), grouped(positions)))[0]
+        # An index cannot be cut, and need not be: `draft` does not change it.
+        lengths = jnp.minimum(lengths, drafter_state.length + max_tokens)
+        return lax.fori_loop(
+            *(0, -(-max_tokens // GROUP)),
+            lambda _, index: index.extended(tokens, lengths, GROUP),
+            drafter_state,
+        )
 
     def grow(self, drafter_state: Any, capacity: int) -> SuffixIndex:
-        text, agreed = (
-            longer(drafter_state.text, capacity, fill=-1),
-            longer(drafter_state.agreed, capacity),
-        )
+        text, agreed = drafter_state.text, drafter_state.agreed
+        text, agreed = longer(text, capacity, fill=-1), longer(agreed, capacity)
         return SuffixIndex(text, drafter_state.length, agreed)
 
-    def draft(
-        self, models: Models, state: DecodeState, config: StepConfig
-    ) -> tuple[Drafted, DecodeState]:
+    def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         whole = state.draft.append(state.last_token[:, None], jnp.ones_like(state.lengths))
-        draft_tokens, longest = continuation(whole.text, whole.length, whole.agreed, config.gamma)
-        allowed = jnp.minimum(self.factor * longest.astype(jnp.float32), config.gamma)
+        draft_tokens, longest = continuation(whole.text, whole.length, whole.agreed, gamma)
+        allowed = jnp.minimum(self.factor * longest.astype(jnp.float32), gamma)
         count = jnp.where(longest >= self.min_match, allowed.astype(jnp.int32), 0)
         return Drafted(draft_tokens, count), state
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
-        index: SuffixIndex = state.draft
-        new = jnp.arange(verified.tokens.shape[1], dtype=jnp.int32)[None]
-        at = jnp.minimum(index.length[:, None] + new, state.tokens.shape[1] - 1)
-        tokens = jnp.take_along_axis(state.tokens, at, axis=1)
-        index = index.append(tokens, state.cache.lengths - index.length)
+        max_tokens = verified.tokens.shape[1]
+        index = state.draft.extended(state.tokens, state.cache.lengths, max_tokens)
         return dataclasses.replace(state, draft=index)

@@ -1,0 +1,83 @@
+"""A drafter of the user's own, by public names alone: lossless wherever jspec decodes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jspec
+from jspec import helix
+from tests.decode.common import prompts
+
+NEW = jspec.SamplingParams(max_new_tokens=20)
+TEXTS = prompts((40, 1, 17, 6))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bigrams(jspec.Drafter):
+    """Drafts what last followed each token; its state is a table int32 ``[B, V]``."""
+
+    @property
+    def traits(self):
+        return jspec.DrafterTraits(default_gamma=3, runs_on_mesh=True)
+
+    def init(self, models, batch, capacity, max_gamma):
+        return jnp.zeros((batch, models.target.config.vocab_size), jnp.int32)
+
+    def sync(self, models, drafter_state, tokens, lengths, max_tokens):
+        follows = jnp.arange(1, tokens.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+        rows = jnp.arange(len(tokens))[:, None]
+        before = jnp.where(follows, tokens[:, :-1], drafter_state.shape[1])
+        return drafter_state.at[rows, before].set(tokens[:, 1:], mode="drop")
+
+    def draft(self, models, state, gamma):
+        tokens = [state.last_token[:, None]]
+        for _ in range(gamma):
+            tokens.append(jnp.take_along_axis(state.draft, tokens[-1], axis=1))
+        lengths = jnp.full(len(state.lengths), gamma, jnp.int32)
+        return jspec.Drafted(jnp.concatenate(tokens[1:], axis=1), lengths), state
+
+    def learn(self, state, target_pass, verified):
+        table = self.sync(None, state.draft, state.tokens, state.cache.lengths, 0)
+        return dataclasses.replace(state, draft=table)
+
+
+@pytest.fixture(scope="module")
+def plain(sharp):
+    return jspec.generate(sharp, TEXTS, NEW, draft=None).tokens
+
+
+def test_it_is_lossless_on_one_device(sharp, plain):
+    got = jspec.generate(sharp, TEXTS, NEW, draft=Bigrams())
+    assert got.tokens == plain
+    assert got.stats.accepted > 10
+
+
+@pytest.mark.parametrize("gamma", [2, "auto"])
+def test_it_is_lossless_in_an_engine(gamma, sharp, plain):
+    """After a shared prefix too, whose state the request starts from."""
+    sizes = {"slots": 2, "capacity": 64, "prefill_chunk": 8, "steps_per_chunk": 2}
+    engine = jspec.Engine(sharp, draft=Bigrams(), gamma=gamma, **sizes)
+    engine.share_prefix(TEXTS[0][:9])
+    requests = [engine.submit(text, NEW) for text in TEXTS]
+    assert tuple(tuple(request.result()) for request in requests) == plain
+    assert engine.stats.accepted > 5
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_it_is_lossless_on_a_mesh(sharp, plain):
+    model = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
+    got = jspec.generate(model, TEXTS, NEW, draft=Bigrams())
+    assert got.tokens == plain
+    assert got.stats.accepted > 10
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_one_that_does_not_say_so_is_refused_on_a_mesh(sharp):
+    class Elsewhere(Bigrams):
+        traits = jspec.DrafterTraits()
+
+    model = helix.shard(sharp, helix.HelixConfig(kvp=2))
+    with pytest.raises(ValueError, match=r"as its traits\.runs_on_mesh is False"):
+        jspec.generate(model, TEXTS, NEW, draft=Elsewhere())
