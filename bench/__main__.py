@@ -28,30 +28,20 @@ from bench import (
     attention,
     auto,
     breakdown,
-    ceilings,
-    collect,
     collectives,
     decode,
     decoding,
     families,
-    fused,
-    gather,
-    hash,
-    hash_bits,
-    hash_losses,
-    hash_training,
-    hata_off,
+    hata,
     helix_attention,
     helix_step,
     hopb,
-    layer,
     overlap,
     pack,
     parity,
     point,
     real,
     ruler,
-    sampling,
     select,
     serving,
     show,
@@ -59,7 +49,6 @@ from bench import (
     verify,
 )
 from bench.decode import lossy, options
-from bench.layer import ablation
 from bench.machine import describe
 from bench.settings import Settings, console
 from bench.suite import Suite
@@ -67,10 +56,9 @@ from bench.suite import Suite
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
-        *(ceilings, verify, pack, fused, sampling),
-        *(attention, gather, hash, select, layer, ablation, hata_off),
-        *(hash_training, hash_losses, hash_bits, ruler, decoding, auto, parity, decode, lossy),
-        *(real, collect, acceptance, overlap, breakdown, throughput, families, serving),
+        *(verify, pack, attention, select, hata),
+        *(ruler, decoding, auto, parity, decode, lossy),
+        *(real, acceptance, overlap, breakdown, throughput, families, serving),
         *(collectives, helix_attention, hopb, helix_step),
     )
 }

@@ -1,128 +1,250 @@
-"""Attention over a dense cache: every backend and the rivals, as shares of the read ceiling."""
+"""Attention over a cache, over a selection of it, and with scores of its keys.
+
+Every backend and the rivals, as shares of the read ceiling. A selection is read in place: a copy of
+it, read as a dense cache, is faster from the 54th read on at B=8, n=8K of 128K, T=1 on an H200, and
+never in the three other cases that were measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from bench import cases, ceilings, point, regret, table
-from bench.caches import DTYPE, Check, bytes_of, dense
-from bench.cases import Case, heads
-from bench.program import bound, chosen, compile_all, sources
+from bench import workload
+from bench.caches import TOLERANCE, Check, bytes_of, dense, random_cache
+from bench.cases import Case, heads, product
 from bench.rivals import attention as rivals
-from bench.settings import Settings, bar
-from bench.suite import Suite
+from bench.suite import OperationBenchmark, Setup, suite_of
 from jspec.ops.attention.dense import ATTENTION
+from jspec.ops.attention.gathered import GATHERED
+from jspec.ops.attention.scored import SCORED
+from jspec.ops.attention.weights import WEIGHTS
+from jspec.typing import Array
 
-COLUMNS = ("B", "S", "heads", "H", "T", "lengths")
 DEFAULT: Case = {"B": 8, "S": 32768, "heads": "32/8", "H": 128, "T": 1, "lengths": "full"}
-BYTES = (
-    "keys and values up to each row's length, queries and outputs: 2 * 2 bytes * H * "
-    "(K * sum of lengths + B * T * N)"
-)
-CONTEXTS = tuple(1024 * 2**i for i in range(1, 8))  # of the figure, at B=4
-TOKENS = (1, 2, 4, 8, 10, 16)  # of the figure, at B=4, S=32K
+CHOICES = {"lengths": ("full", "ragged"), "indices": ("shared", "per-head")}
+CHECKED_SLOTS = 512  # slots of each row whose scores are checked
 
 
-def case(text: str) -> Case:
-    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
-    case = cases.parse(text, DEFAULT)
-    least = case["S"] if case["lengths"] == "full" else case["S"] // 4
-    if case["T"] > least:
-        raise ValueError(f"T={case['T']} must be at most {least}, the least length of a row")
-    return case
-
-
-def grid(settings: Settings) -> list[Case]:
-    """The requested cases, or the suite's defaults."""
-    if settings.cases:
-        return [case(text) for text in settings.cases]
-    if jax.default_backend() != "gpu":
-        few = ("B=1,S=2K", "B=1,S=8K", "B=1,S=8K,T=10", "B=4,S=2K,lengths=ragged")
-        return [case(text) for text in few]
-    some = ("B=8,S=32K", "B=4,S=128K,T=10", "B=8,S=64K,lengths=ragged", "B=1,S=8K")
-    whole = (
-        *("B=8,S=32K,heads=32/32", "B=8,S=32K", "B=4,S=128K", "B=4,S=128K,T=10", "B=1,S=256K"),
-        *("B=1,S=128K,T=10", "B=8,S=32K,heads=64/8,H=64,T=12", "B=8,S=64K,lengths=ragged"),
-        *("B=1,S=8K", "B=32,S=8K", "B=32,S=8K,T=10"),
-        *(f"B=4,S={slots}" for slots in CONTEXTS),
-        *(f"B=4,S=32K,T={tokens}" for tokens in TOKENS),
-    )
-    every = [case(text) for text in (some if settings.quick else whole)]
-    return [x for i, x in enumerate(every) if x not in every[:i]]
-
-
-def run(settings: Settings) -> dict[str, Any]:
-    return {"ceilings": ceilings.rows(settings), "rows": _rows(settings)}
-
-
-def _rows(settings: Settings) -> Iterator[point.Row]:
-    with bar("attention", len(grid(settings))) as advance:
-        for case in grid(settings):
-            yield from measured(case, settings)
-            advance()
-
-
-def measured(case: Case, settings: Settings) -> list[point.Row]:
-    """The rows of a case; its cache is freed on return."""
-    # Case by case: XLA's autotuning of matmuls allocates arrays of the cache's size.
-    programs = compile_all("attention", sources(ATTENTION, shapes(case), settings, **static(case)))
+def attention_setup(case: Case) -> Setup:
+    """Attention of the T newest tokens over a cache of S slots."""
     inputs = dense(case)
-    arguments = (inputs.q, inputs.k, inputs.v, inputs.positions)
     check = Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1)
-    best = chosen(ATTENTION, arguments, **static(case))
-    bounds = [
-        bound(name, program, arguments, check.both, chosen=name == best)
-        for name, program in programs.items()
-    ]
-    bounds += rivals.attention(inputs, check.output, settings)
-    moved = bytes_of(int(inputs.lengths.sum()), case)
-    return point.measure("attention", case, bounds, settings, moved=moved, **clock())
-
-
-def clock() -> dict[str, Any]:
-    """The states and clocks to measure: device time with a cold L2, else wall time.
-
-    Cold, since a step reads a layer's weights before the layer's cache.
-    """
-    if point.DEVICE.reason is None:
-        return {"states": ("cold",), "clocks": ("device",)}
-    return {"states": ("warm",), "clocks": ("wall",)}
-
-
-def shapes(case: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Of the arguments of the backends of `jspec.ops.attention` at a case."""
-    (query_heads, kv_heads), size = heads(case), case["H"]
-    q = jax.ShapeDtypeStruct((case["B"], case["T"], query_heads, size), DTYPE)
-    kv = jax.ShapeDtypeStruct((case["B"], case["S"], kv_heads, size), DTYPE)
-    return q, kv, kv, jax.ShapeDtypeStruct((case["B"], case["T"]), jnp.int32)
+    return Setup(
+        (inputs.q, inputs.k, inputs.v, inputs.positions),
+        check.both,
+        bytes_of(int(inputs.lengths.sum()), case),
+        static(case),
+        rivals.attention(inputs, check.output),
+    )
 
 
 def static(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The static arguments of the backends of `jspec.ops.attention`."""
-    none = ("key_positions", "window", "softcap", "value_size")
-    return {**dict.fromkeys(none), "scale": case["H"] ** -0.5}
+    """The keyword arguments of the backends of `jspec.ops.attention`."""
+    options = ("key_positions", "window", "softcap", "value_size")
+    return {**dict.fromkeys(options), "scale": case["H"] ** -0.5}
 
 
-def floor(result: Mapping[str, Any]) -> table.Floor:
-    """The read ceiling that rows are compared with."""
-    return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
+@dataclasses.dataclass(frozen=True)
+class Selected:
+    """``q [B, T, N, H]``; ``k``, ``v [B, S, K, H]``; ``positions`` int32 ``[B, T]``, the last ones
+    of the cache; ``selected`` int32 ``[B, n]`` or ``[B, K, n]``, slots below ``context_len [B]``;
+    ``tail`` int32 ``[B, T]``, the slots of the queries themselves."""
+
+    q: Array
+    k: Array
+    v: Array
+    positions: Array
+    selected: Array
+    tail: Array
+    context_len: Array
+
+    @property
+    def arguments(self) -> tuple[Array, ...]:
+        """Of the backends of `jspec.ops.gathered_attention`."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-def show(result: dict[str, Any]) -> None:
-    table.show(result, COLUMNS, floor(result))
-    regret.show(result["rows"])
+def selected_inputs(case: Mapping[str, Any]) -> Selected:
+    """A selection in random order; values not selected, and the last selected one, are large."""
+    batch, slots, tokens, count = case["B"], case["S"], case["T"], case["n"]
+    lists = heads(case)[1] if case["indices"] == "per-head" else 1
+    rng = np.random.default_rng([workload.SEED, batch, slots, count])
+    drawn = [rng.choice(slots - tokens, count, replace=False) for _ in range(batch * lists)]
+    selected = np.array(drawn, np.int32).reshape(batch, lists, count)
+    large = np.ones((batch, lists, slots), bool)
+    np.put_along_axis(large, selected[..., :-1], False, axis=2)
+    q, k, v = random_cache(case, np.swapaxes(large, 1, 2), np.full(batch, count + tokens))
+    newest = np.broadcast_to(np.arange(slots - tokens, slots, dtype=np.int32), (batch, tokens))
+    if case["indices"] == "shared":
+        selected = selected[:, 0]
+    context_len = np.full(batch, slots - tokens, np.int32)
+    return Selected(q, k, v, *map(jnp.asarray, (newest, selected, newest, context_len)))
 
 
-SUITE = Suite(
+def selected_check(data: Selected) -> Check:
+    """The check of attention over a selection and the newest tokens up to a query's own."""
+    tail = data.tail
+    if data.selected.ndim == 3:
+        tail = jnp.broadcast_to(tail[:, None], (*data.selected.shape[:2], tail.shape[1]))
+    slots = jnp.concatenate([data.selected, tail], axis=-1)
+    counts = data.selected.shape[-1] + 1 + jnp.arange(data.q.shape[1], dtype=jnp.int32)
+    k, v = take_slots(data.k, slots), take_slots(data.v, slots)
+    return Check.of(data.q, k, v, jnp.broadcast_to(counts, data.positions.shape))
+
+
+@jax.jit
+def take_slots(x: Array, slots: Array) -> Array:
+    """``x [B, S, K, H]`` at ``slots``, int32 ``[B, n]`` or ``[B, K, n]``, by plain indexing."""
+
+    def at(x: Array, slots: Array) -> Array:
+        return x[slots]
+
+    return jax.vmap(at if slots.ndim == 2 else jax.vmap(at, (1, 0), 1))(x, slots)
+
+
+def gathered_setup(case: Case) -> Setup:
+    """Attention over n selected slots and the T newest ones."""
+    data = selected_inputs(case)
+    check = selected_check(data)
+    options = ("counts", "log_weights", "softcap", "value_size")
+    return Setup(
+        data.arguments,
+        check.both,
+        bytes_of(case["B"] * (case["n"] + case["T"]), case) + data.selected.nbytes,
+        {**dict.fromkeys(options), "scale": case["H"] ** -0.5},
+        rivals.gathered_attention(data, check.output),
+    )
+
+
+def scored_setup(case: Case) -> Setup:
+    """Attention that also scores every key by the mean query of its KV head (Vegas)."""
+    base = attention_setup(case)
+    q, k = base.arguments[:2]
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    probe = grouped.astype(jnp.float32).mean(axis=(1, 3)).astype(q.dtype)
+    scores = jnp.einsum(
+        *("bkh,bskh->bks", *(x.astype(jnp.float32) for x in (probe, k[:, :CHECKED_SLOTS]))),
+        precision="highest",
+    )
+    check = near(scores * case["H"] ** -0.5)
+    return dataclasses.replace(
+        base,
+        arguments=(*base.arguments, probe),
+        check=lambda outputs: base.check(outputs) and check(outputs[2]),
+        bytes=base.bytes + _score_bytes(case),
+        rivals={},
+    )
+
+
+def weights_setup(case: Case) -> Setup:
+    """The softmax weight of every key in the mean over queries (SpecExtend)."""
+    inputs = dense(case)
+    q, k = inputs.q, inputs.k[:, :CHECKED_SLOTS]
+    lse = jnp.asarray(Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1).lse)
+    return Setup(
+        (inputs.q, inputs.k, lse),
+        near(mean_weights(q, k, lse)),
+        bytes_of(case["B"] * case["S"], case) // 2 + _score_bytes(case),
+        {"scale": case["H"] ** -0.5, "softcap": None},
+    )
+
+
+def _score_bytes(case: Case) -> int:
+    return 4 * case["B"] * case["S"] * heads(case)[1]
+
+
+@jax.jit
+def mean_weights(q: Array, k: Array, lse: Array) -> Array:
+    """The mean over queries ``[B, T, N, H]`` of a KV head of ``exp(score - lse)``, by slot."""
+    batch, tokens, query_heads, size = q.shape
+    groups = (batch, tokens, k.shape[2], query_heads // k.shape[2])
+    q, k = (x.astype(jnp.float32) for x in (q.reshape(*groups, size), k))
+    scores = jnp.einsum("btkgh,bskh->bktgs", q, k, precision="highest") * size**-0.5
+    return jnp.exp(scores - jnp.swapaxes(lse.reshape(groups), 1, 2)[..., None]).mean(axis=(2, 3))
+
+
+def near(expected: Array) -> Callable[[Any], bool]:
+    """A check that scores ``[B, K, S]`` of the first slots are within `TOLERANCE` of their norm."""
+    expected_scores = np.asarray(expected)
+
+    def check(scores: Any) -> bool:
+        actual = np.asarray(scores[..., : expected_scores.shape[-1]], np.float32)
+        error = np.linalg.norm(actual - expected_scores)
+        return bool(error <= TOLERANCE * np.linalg.norm(expected_scores))
+
+    return check
+
+
+def check_case(case: Case) -> None:
+    """Raise `ValueError` where the shortest row has fewer slots than there are queries."""
+    shortest = case["S"] if case.get("lengths") != "ragged" else case["S"] // 4
+    if case["T"] > shortest:
+        raise ValueError(f"T={case['T']} must be at most {shortest}, the shortest row's slots")
+    if case.get("n", 0) + case["T"] > case["S"]:
+        raise ValueError(f"n={case['n']} and T={case['T']} must fit into S={case['S']}")
+
+
+CONTEXTS = product(B=(4,), S=("2K", "4K", "8K", "16K", "32K", "64K", "128K", "256K"))
+SCORED_DEFAULT = {key: DEFAULT[key] for key in ("B", "S", "heads", "H", "T")}
+SCORED_CASES = [
+    *product(B=(4,), S=("128K",), heads=("32/8",), T=(2, 6, 10, 16)),
+    *product(B=(4,), S=("128K",), heads=("64/8",), H=(64,), T=(2, 6, 10, 16)),
+]
+
+
+def _scored(operation: Any, setup: Callable[[Case], Setup]) -> OperationBenchmark:
+    return OperationBenchmark(
+        operation=operation,
+        setup=lambda case: setup(case | {"lengths": "full"}),
+        default=SCORED_DEFAULT,
+        check_case=check_case,
+        gpu=SCORED_CASES,
+        quick=SCORED_CASES[:1],
+        cpu=product(B=(1,), S=("2K",), heads=("8/2",), H=(64,), T=(2, 8)),
+    )
+
+
+SUITE = suite_of(
     "attention",
-    "attention over a cache: every backend, cuDNN, PyTorch, FlashAttention-3 and FlashInfer",
-    run,
-    show,
-    (ATTENTION,),
-    rivals.NAMES,
-    case=case,
+    "attention over a cache, over a selection of it, and with scores of its keys: every backend, "
+    "cuDNN, PyTorch, FlashAttention-3, FlashInfer",
+    OperationBenchmark(
+        operation=ATTENTION,
+        setup=attention_setup,
+        rivals=rivals.NAMES,
+        default=DEFAULT,
+        choices=CHOICES,
+        check_case=check_case,
+        gpu=[
+            *("B=8,heads=32/32", "B=8", "B=4,S=128K,T=10", "B=1,S=256K", "B=1,S=128K,T=10"),
+            *("B=8,heads=64/8,H=64,T=12", "B=8,S=64K,lengths=ragged", "B=1,S=8K", "B=32,S=8K"),
+            *("B=32,S=8K,T=10", *CONTEXTS, *product(B=(4,), T=(2, 4, 8, 10, 16))),
+        ],
+        quick=["B=8", "B=4,S=128K,T=10", "B=8,S=64K,lengths=ragged", "B=1,S=8K"],
+        cpu=["B=1,S=2K", "B=1,S=8K", "B=1,S=8K,T=10", "B=4,S=2K,lengths=ragged"],
+    ),
+    OperationBenchmark(
+        operation=GATHERED,
+        setup=gathered_setup,
+        rivals=rivals.GATHERED,
+        default={
+            **{key: DEFAULT[key] for key in ("B", "heads", "H", "T")},
+            "S": 131072,
+            "n": 8192,
+            "indices": "shared",
+        },
+        choices=CHOICES,
+        check_case=check_case,
+        gpu=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head", "S=32K,n=2K"],
+        quick=["", "S=32K,n=512,heads=32/32,indices=per-head"],
+        cpu=["B=1,S=8K,n=512", "B=1,S=8K,n=512,heads=32/32,indices=per-head"],
+    ),
+    _scored(SCORED, scored_setup),
+    _scored(WEIGHTS, weights_setup),
 )

@@ -51,10 +51,10 @@ def dense(case: Mapping[str, Any]) -> Inputs:
     until, tokens = lengths(case), case["T"]
     positions = (until - tokens)[:, None] + np.arange(tokens, dtype=np.int32)
     large = np.arange(case["S"]) >= (until - tokens)[:, None]
-    return Inputs(*made(case, large[..., None], until), jnp.asarray(positions), until)
+    return Inputs(*random_cache(case, large[..., None], until), jnp.asarray(positions), until)
 
 
-def made(
+def random_cache(
     case: Mapping[str, Any], large: Array | np.ndarray, reads: np.ndarray
 ) -> tuple[Array, Array, Array]:
     """Queries, keys and values.
@@ -65,11 +65,11 @@ def made(
     (query_heads, kv_heads), size = heads(case), case["H"]
     q_shape = (case["B"], case["T"], query_heads, size)
     kv_shape = (case["B"], case["S"], kv_heads, size)
-    return _made(q_shape, kv_shape, jnp.asarray(large), jnp.asarray(reads, jnp.float32))
+    return _random_cache(q_shape, kv_shape, jnp.asarray(large), jnp.asarray(reads, jnp.float32))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _made(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], large: Array, reads: Array):
+def _random_cache(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], large: Array, reads: Array):
     keys = jax.random.split(jax.random.key(workload.SEED), 3)
     shapes = (q_shape, kv_shape, kv_shape)
     q, k, v = (jax.random.normal(key, s, DTYPE) for key, s in zip(keys, shapes, strict=True))

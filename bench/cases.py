@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Case = dict[str, Any]  # sizes by their letters, and words
 CHOICES = {
-    "lengths": ("full", "ragged"),
-    "indices": ("shared", "per-head"),
     "strategy": ("helix", "gather", "medha", "tp"),
     "up": ("auto", "before", "after"),
     "exchange": ("xla", "pallas", "cuda"),
@@ -26,16 +25,22 @@ CHOICES = {
 def parse(
     text: str, default: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]] = CHOICES
 ) -> Case:
-    """The default case updated by the settings of ``text``, as in ``B=4,S=128K``; 1K is 1024.
+    """The default case updated by the options of ``text``, as in ``B=4,S=128K``; 1K is 1024.
 
-    ``choices``: allowed words by key. Raises `ValueError` if ``text`` is invalid.
+    Args:
+        text: options separated by commas; empty for the default case.
+        default: every option and its default value.
+        choices: the words that an option can be.
+
+    Raises:
+        ValueError: for an option that is not in ``default``, or a value that it cannot have.
     """
     case = dict(default)
-    for part in text.split(","):
+    for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         if key not in case:
             raise ValueError(f"{part!r} must be one of {', '.join(default)}, a = and a value")
-        case[key] = _value(key, value, choices)
+        case[key] = _value(key, value, default[key], choices)
     if "heads" in case:
         query_heads, kv_heads = heads(case)
         if query_heads % kv_heads:
@@ -43,7 +48,9 @@ def parse(
     return case
 
 
-def _value(key: str, value: str, choices: Mapping[str, tuple[str, ...]]) -> int | str:
+def _value(
+    key: str, value: str, default: Any, choices: Mapping[str, tuple[str, ...]]
+) -> int | float | str:
     if key in choices:
         if value not in choices[key]:
             raise ValueError(f"{key}={value} must be one of {', '.join(choices[key])}")
@@ -52,9 +59,19 @@ def _value(key: str, value: str, choices: Mapping[str, tuple[str, ...]]) -> int 
         if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", value):
             raise ValueError(f"heads={value} must be query heads / KV heads, such as 32/8")
         return value
+    if isinstance(default, float):
+        if not re.fullmatch(r"0(\.\d+)?|1(\.0+)?", value):
+            raise ValueError(f"{key}={value} must be a share from 0 to 1, such as 0.9")
+        return float(value)
     if not re.fullmatch(r"[1-9]\d*K?", value):
         raise ValueError(f"{key}={value} must be a whole number of 1 or more, such as 8 or 32K")
     return int(value.removesuffix("K")) * (1024 if value.endswith("K") else 1)
+
+
+def product(**options: Sequence[Any]) -> list[str]:
+    """Every combination of the values of some options, each as the text of a case."""
+    values = itertools.product(*options.values())
+    return [",".join(map("{}={}".format, options, combination)) for combination in values]
 
 
 def heads(case: Mapping[str, Any]) -> tuple[int, int]:

@@ -8,22 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import point, table
+from bench import point
 from bench.program import Absent, Program, Source, compile_all
 from bench.settings import Settings
-from bench.suite import Suite
 
-COLUMNS = ("work", "bytes", "l2")
 SMALL = 30 * 2**20  # below a Hopper's 50 MB of L2, as the paper's stress point is
 STATES = ("warm", "cold")
-
-
-def run(settings: Settings) -> dict[str, Any]:
-    """Time a sum over bfloat16 (read), its negation (copy), and x + 1 of one number (launch).
-
-    Bytes of the copy are those read and written.
-    """
-    return {"rows": rows(settings)}
 
 
 def sizes() -> list[int]:
@@ -32,6 +22,10 @@ def sizes() -> list[int]:
 
 
 def rows(settings: Settings) -> list[point.Row]:
+    """Time a sum over bfloat16 (read), its negation (copy), and x + 1 of one number (launch).
+
+    Bytes of the copy are those read and written.
+    """
     measured = []
     cases = [(work, size) for work in ("read", "copy") for size in sizes()]
     for work, size in [*cases, ("launch", 8)]:
@@ -81,15 +75,3 @@ def bandwidth(rows: list[point.Row], work: str, l2: str = "warm") -> float | Non
     largest = max(matching, key=lambda r: r["case"]["bytes"])
     time = point.best_clock(largest)
     return None if time is None else largest["bytes"] / time.median * 1e6
-
-
-def show(result: dict[str, Any]) -> None:
-    table.show(result, COLUMNS)
-
-
-SUITE = Suite(
-    "ceilings",
-    "bytes a second of reading and copying, and the cost of launching an empty kernel",
-    run,
-    show,
-)

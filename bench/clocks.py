@@ -12,8 +12,8 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.program import Absent, Program, Source, compile_all, shapes, sources
-from bench.settings import Settings
-from jspec.dispatch import Operation
+from bench.program import Absent, Program, Source, compile_all
 
 WARMUPS = 3
 FLUSH_BYTES = 2**27  # read between calls for a cold L2: more than any GPU's L2 holds
@@ -258,44 +256,32 @@ def step(
     return samples
 
 
-class StepClock:
-    """Adds to the rows of an operation's backends their marginal time in a jitted loop."""
+def add_steps(
+    rows: Sequence[dict[str, Any]],
+    by_backend: Mapping[str, Source | Absent],
+    arguments: tuple[Any, ...],
+    feed: Feed,
+    repeats: int,
+) -> None:
+    """Add ``step_ns``, the marginal time in a jitted loop, to the first right row of a backend."""
+    first_rows = {row["name"]: row for row in reversed(rows) if row["checked"]}
+    pairs = {
+        name: loops(source, feed)
+        for name, source in by_backend.items()
+        if name in first_rows and isinstance(source, Source)
+    }
+    by_key = {(i, name): loop for name, pair in pairs.items() for i, loop in enumerate(pair)}
+    compiled = compile_all("loops", by_key)
+    for name in pairs:
+        short, long = compiled[0, name], compiled[1, name]
+        if not isinstance(short, Absent) and not isinstance(long, Absent):
+            calls = partial(short, *arguments), partial(long, *arguments)
+            first_rows[name]["step_ns"] = step(*calls, _empty_step(repeats), repeats)
 
-    def __init__(self, settings: Settings):
-        self._settings = settings
 
-    def add(
-        self,
-        rows: Sequence[dict[str, Any]],
-        operation: Operation,
-        arguments: tuple[Any, ...],
-        feed: Feed,
-        **static: Any,
-    ) -> None:
-        """Add step samples to the rows of backends whose outputs were right."""
-        first_rows: dict[str, dict[str, Any]] = {}  # of each backend, that of a warm L2
-        for row in rows:
-            if row["checked"]:
-                first_rows.setdefault(row["name"], row)
-        by_backend = sources(operation, shapes(arguments), self._settings, **static)
-        pairs = {
-            name: loops(source, feed)
-            for name, source in by_backend.items()
-            if name in first_rows and isinstance(source, Source)
-        }
-        loops_by_key = {
-            (i, name): loop for name, pair in pairs.items() for i, loop in enumerate(pair)
-        }
-        compiled = compile_all("loops", loops_by_key)
-        for name in pairs:
-            short, long = compiled[0, name], compiled[1, name]
-            if not isinstance(short, Absent) and not isinstance(long, Absent):
-                calls = partial(short, *arguments), partial(long, *arguments)
-                first_rows[name]["step_ns"] = step(*calls, self._empty, self._settings.repeats)
-
-    @cached_property
-    def _empty(self) -> float:
-        """The marginal time of a step that only counts."""
-        one = jax.device_put(np.int32(0))
-        short, long = (partial(jax.jit(source.function), one) for source in counting_loops())
-        return statistics.median(step(short, long, 0.0, self._settings.repeats))
+@cache
+def _empty_step(repeats: int) -> float:
+    """The marginal time of a step that only counts, in nanoseconds."""
+    one = jax.device_put(np.int32(0))
+    short, long = (partial(jax.jit(source.function), one) for source in counting_loops())
+    return statistics.median(step(short, long, 0.0, repeats))

@@ -130,7 +130,7 @@ def _shared(case: Case, name: str) -> Shared:
 
 
 def show(result: dict[str, Any]) -> None:
-    table.show(result, COLUMNS)
+    table.show(result)
 
 
 SUITE = Suite(

@@ -268,7 +268,7 @@ def _by_xla(
 
 
 def show(result: dict[str, Any]) -> None:
-    table.show(result, COLUMNS)
+    table.show(result)
 
 
 SUITE = Suite(

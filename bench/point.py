@@ -32,56 +32,66 @@ def measure(
     settings: Settings,
     *,
     states: Sequence[str] = ("warm",),
-    clocks: Sequence[str] = ("device", "wall"),
     moved: int | None = None,
 ) -> list[Row]:
-    """Rows of every program: one per state of L2 if it ran, else one with the reason.
+    """Check every program, and time those whose outputs are right.
 
-    ``moved``: bytes that the operation has to read and write. Only programs with correct outputs
-    are timed. If the device clock fails, a row with the reason replaces the rows of that state.
+    Args:
+        operation: of the rows.
+        case: of the rows.
+        programs: to check and time.
+        settings: without their check nothing is timed.
+        states: of the L2 cache, for the device clock. Without it the wall clock of warm calls runs.
+        moved: bytes that the operation has to read and write.
+
+    Returns:
+        A row for each state of each program that ran, else one with the reason. If the device clock
+        fails, a row with the reason replaces those of that state.
     """
     rows, right = [], []
     for program in programs:
-        if isinstance(program, Absent):
-            checked = False if program.failed else None
-            rows.append(row(operation, case, program.name, checked=checked, reason=program.reason))
-            continue
-        try:
-            outputs = program.wait(program.start())
-            checked = program.check(outputs) if settings.check else None
-            del outputs
-        except Exception as error:
-            reason = failure(program.name, error).reason
-            rows.append(row(operation, case, program.name, checked=False, reason=reason))
-            continue
-        if checked:
-            right.append(program)
+        result = _checked(operation, case, program, settings)
+        if isinstance(result, Program):
+            right.append(result)
         else:
-            reason = "not checked, so not timed" if checked is None else "its output is wrong"
-            rows.append(row(operation, case, program.name, checked=checked, reason=reason))
-    for state in states:
+            rows.append(result)
+    for state in states if DEVICE.reason is None else ("warm",):
         at = {**case, "l2": state}
-        timed: list[Row] = [{} for _ in right]
-        if "device" in clocks and DEVICE.reason is None:
+        samples: list[Row] = [{} for _ in right]
+        if DEVICE.reason is None:
             try:
                 times_by_program = DEVICE.time(right, settings.repeats, cold=state == "cold")
             except RuntimeError as error:
                 rows.append(row(operation, at, "device clock", checked=False, reason=str(error)))
                 continue
-            for clocks_of_row, times in zip(timed, times_by_program, strict=True):
-                clocks_of_row |= {"device_ns": times.samples, "kernels": times.kernels}
-        if "wall" in clocks and state == "warm":
-            for clocks_of_row, program in zip(timed, right, strict=True):
-                clocks_of_row["wall_ns"] = wall(program, settings.repeats)
-        for clocks_of_row, program in zip(timed, right, strict=True):
-            if clocks_of_row:
-                rest = {
-                    "backend": not program.alone,
-                    "chosen": program.chosen,
-                    "bytes": moved,
-                } | clocks_of_row
-                rows.append(row(operation, at, program.name, checked=True, **rest))
+            samples = [
+                {"device_ns": times.samples, "kernels": times.kernels} for times in times_by_program
+            ]
+        for program, clocks in zip(right, samples, strict=True):
+            if state == "warm":
+                clocks["wall_ns"] = wall(program, settings.repeats)
+            rest = {"backend": not program.alone, "chosen": program.chosen, "bytes": moved}
+            rows.append(row(operation, at, program.name, checked=True, **rest, **clocks))
     return rows
+
+
+def _checked(
+    operation: str, case: Mapping[str, Any], program: Program | Absent, settings: Settings
+) -> Program | Row:
+    """The program if its outputs are right, else a row with the reason."""
+    if isinstance(program, Absent):
+        checked = False if program.failed else None
+        return row(operation, case, program.name, checked=checked, reason=program.reason)
+    if not settings.check:
+        reason = "not checked, so not timed"
+        return row(operation, case, program.name, checked=None, reason=reason)
+    try:
+        is_right = program.check(program.wait(program.start()))
+    except Exception as error:
+        reason = failure(program.name, error).reason
+        return row(operation, case, program.name, checked=False, reason=reason)
+    reason = "its output is wrong"
+    return program if is_right else row(operation, case, program.name, checked=False, reason=reason)
 
 
 @dataclasses.dataclass(frozen=True)

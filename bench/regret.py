@@ -1,4 +1,4 @@
-"""Speed of `implementation=None` over the best backend, and of fusion over two steps."""
+"""Speed of `implementation=None` over the best backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.point import Row, best_clock
-from bench.settings import console
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,24 +35,12 @@ def of_choice(rows: Sequence[Row], operation: str) -> Regret | None:
     )
 
 
-def of_fusion(rows: Sequence[Row]) -> Regret | None:
-    """The speed of the chosen fused backend over that of the fastest pipeline of two steps."""
-    return _worst(
-        (
-            case,
-            _fastest(rows_of_case, lambda r: bool(r.get("chosen"))),
-            _fastest(rows_of_case, is_pipeline),
-        )
-        for case, rows_of_case in points(rows, "verify_and_pack")
-    )
-
-
 def points(rows: Sequence[Row], operation: str) -> list[tuple[dict[str, Any], list[Row]]]:
     """The rows of an operation that have times, by case."""
     by_case: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        if row["operation"] == operation and best_clock(row) is not None:
-            by_case.setdefault(tuple(row["case"].items()), []).append(row)
+        if row.get("operation") == operation and best_clock(row) is not None:
+            by_case.setdefault(tuple(row.get("case", {}).items()), []).append(row)
     return [(dict(case), rows_of_case) for case, rows_of_case in by_case.items()]
 
 
@@ -63,7 +50,7 @@ def is_pipeline(row: Row) -> bool:
 
 
 def _is_backend(row: Row) -> bool:
-    return not is_pipeline(row) and row["backend"]
+    return not is_pipeline(row) and bool(row.get("backend"))
 
 
 def _fastest(rows: Sequence[Row], matches: Any) -> float | None:
@@ -77,15 +64,3 @@ def _worst(times: Any) -> Regret | None:
         return None
     worst = min(speeds, key=lambda x: x[0])
     return Regret(len(speeds), sum(x for x, _ in speeds) / len(speeds), *worst)
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print a line per operation, under its table."""
-    screen = console()
-    for operation in dict.fromkeys(r["operation"] for r in rows):
-        regret = of_choice(rows, operation)
-        if regret is not None:
-            screen.print(f"{operation}: implementation=None against the fastest backend: {regret}")
-    regret = of_fusion(rows)
-    if regret is not None:
-        screen.print(f"verify_and_pack against the fastest pipeline of two steps: {regret}")

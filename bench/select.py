@@ -1,130 +1,151 @@
-"""Exact selection of a row's highest scores: every backend, JAX, PyTorch, FlashInfer and CUB."""
+"""Exact selection of the highest scores of a row, also by hash codes: every backend and rivals."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import attention, cases, ceilings, point, regret, table, workload
-from bench.program import Absent, Program, Source, bound, chosen, compile_all, shapes, sources
+from bench import workload
+from bench.cases import Case, heads
 from bench.rivals import select as rivals
-from bench.settings import Settings, bar
-from bench.suite import Suite
+from bench.suite import OperationBenchmark, Setup, suite_of
+from jspec.ops.hash import BITS, HAMMING_SCORES
+from jspec.ops.hash_selection import HASH_SELECT
 from jspec.ops.selection import SELECT
 
-COLUMNS = ("rows", "n", "k", "scores")
-BYTES = "every score once, and 4 bytes a selected slot"
-BITS = 128  # scores "0..128" count the equal bits of 128 random ones
-DEFAULT = {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"}
-CHOICES = {"scores": ("0..128", "float32", "bfloat16")}
-NAMES = ("lax.top_k", *rivals.NAMES)
-Case = dict[str, Any]
+HIGHEST = 128  # scores "0..128" count the equal bits of 128 random ones
+# n: selected slots of S; R: bits of a code
+CODES: Case = {"B": 8, "S": 32768, "n": 512, "heads": "32/32", "T": 1, "R": 128}
 
 
-def case(text: str) -> Case:
-    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
-    case = cases.parse(text, DEFAULT, CHOICES)
-    if case["k"] > case["n"]:
-        raise ValueError(f"k={case['k']} must be at most n={case['n']}")
-    return case
+def select_setup(case: Case) -> Setup:
+    """Selection of k of n scores in each of ``rows``; slots must be those of a stable sort."""
+    rows, n, k = case["rows"], case["n"], case["k"]
+    scores = random_scores(case)
+    slots = stable_slots(scores, k)
+    return Setup(
+        (jnp.asarray(scores), *(jnp.full((rows,), x, jnp.int32) for x in (k, n))),
+        lambda out: np.array_equal(out, slots),
+        scores.nbytes + slots.nbytes,
+        {
+            "k": k,
+            "sinks": 0,
+            "recent": 0,
+            "highest": HIGHEST if case["scores"] == "0..128" else None,
+        },
+        rivals.select(scores, slots),
+    )
 
 
-def grid(settings: Settings) -> list[Case]:
-    """The cases: ``scores`` is a dtype, or the range of integer scores."""
-    if settings.cases:
-        return [case(text) for text in settings.cases]
-    large = [
-        (256, 32768, 512, "0..128"),
-        (256, 32768, 512, "float32"),
-        (256, 32768, 512, "bfloat16"),
-        (8, 2**20, 8192, "float32"),
-        (32, 131072, 2048, "float32"),
-        (4, 131072, 8192, "float32"),
-    ]
-    some = [large[0], large[3]]
-    if jax.default_backend() != "gpu":
-        some = large = [(4, 8192, 256, "0..128"), (4, 8192, 256, "float32")]
-    chosen = some if settings.quick else large
-    return [dict(zip(COLUMNS, case, strict=True)) for case in chosen]
-
-
-def scores_of(case: Case) -> np.ndarray:
-    """Normal numbers, or the bits that two random codes share."""
+def random_scores(case: Mapping[str, Any]) -> np.ndarray:
+    """Normal numbers, or the bits that two random codes share, ``[rows, n]``."""
     rng = np.random.default_rng([workload.SEED, case["rows"], case["n"]])
     shape = case["rows"], case["n"]
     if case["scores"] == "0..128":
-        return rng.binomial(BITS, 0.5, shape).astype(np.int32)
+        return rng.binomial(HIGHEST, 0.5, shape).astype(np.int32)
     return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case["scores"]))
 
 
-def expected(scores: np.ndarray, k: int) -> np.ndarray:
-    """The slots by numpy's stable sort, ascending."""
+def stable_slots(scores: np.ndarray, k: int) -> np.ndarray:
+    """The slots of the k highest scores by NumPy's stable sort, ascending, int32 ``[rows, k]``."""
     falling = -scores.astype(np.float32)
     return np.sort(np.argsort(falling, axis=1, kind="stable")[:, :k], axis=1).astype(np.int32)
 
 
-def static(case: Case) -> dict[str, Any]:
-    """The static arguments of the backends of `jspec.ops.select`."""
-    highest = BITS if case["scores"] == "0..128" else None
-    return {"k": case["k"], "sinks": 0, "recent": 0, "highest": highest}
+def codes(case: Case) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Random codes of queries ``[B, T, N, R / 32]`` and keys ``[B, S, K, R / 32]``, uint32, and the
+    bits that keys share with their queries, int32 ``[B, K, S]``."""
+    (query_heads, kv_heads), batch = heads(case), case["B"]
+    words, keys = case["R"] // 32, jax.random.split(jax.random.key(workload.SEED))
+    q = jax.random.bits(keys[0], (batch, case["T"], query_heads, words), jnp.uint32)
+    k = jax.random.bits(keys[1], (batch, case["S"], kv_heads, words), jnp.uint32)
+    return q, k, shared_bits(np.asarray(q), np.asarray(k))
 
 
-def run(settings: Settings) -> dict[str, Any]:
-    return {"ceilings": ceilings.rows(settings), "rows": _rows(settings)}
+def shared_bits(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The bits that keys share with the queries that read them, int32 ``[B, K, S]``."""
+    batch, slots, kv_heads, words = k.shape
+    q = q.reshape(batch, q.shape[1], kv_heads, -1, words)
+    scores = np.zeros((batch, kv_heads, slots), np.int32)
+    for token, member in np.ndindex(q.shape[1], q.shape[3]):
+        equal = np.bitwise_count(~(k ^ q[:, token, None, :, member]))
+        scores += np.swapaxes(equal.sum(axis=-1, dtype=np.int32), 1, 2)
+    return scores
 
 
-def _rows(settings: Settings) -> Iterator[point.Row]:
-    with bar("select", len(grid(settings))) as advance:
-        for case in grid(settings):
-            yield from _measured(case, settings)
-            advance()
+def score_setup(case: Case) -> Setup:
+    """Hamming scores of every key."""
+    q, k, scores = codes(case)
+    lengths = jnp.full((case["B"],), case["S"], jnp.int32)
+    return Setup(
+        (q, k, lengths, None), lambda out: np.array_equal(out, scores), k.nbytes + scores.nbytes
+    )
 
 
-def _measured(case: Case, settings: Settings) -> list[point.Row]:
-    rows, n, k, _ = case.values()
-    scores = scores_of(case)
-    want = expected(scores, k)
-    arguments = (jnp.asarray(scores), *(jnp.full((rows,), x, jnp.int32) for x in (k, n)))
-    best = chosen(SELECT, arguments, **static(case))
-    by_backend = sources(SELECT, shapes(arguments), settings, **static(case))
-    programs = [
-        bound(name, program, arguments, lambda out: np.array_equal(out, want), chosen=name == best)
-        for name, program in compile_all("select", by_backend).items()
-    ]
-    if settings.wants("lax.top_k"):
-        programs.append(_top_k(arguments[0], k, want))
-    programs += rivals.select(scores, want, settings)
-    moved = scores.nbytes + want.nbytes
-    return point.measure("select", case, programs, settings, moved=moved, **attention.clock())
+def hash_select_setup(case: Case) -> Setup:
+    """Selection of n of S keys by their codes."""
+    q, k, scores = codes(case)
+    lists = scores.shape[:2]
+    slots = stable_slots(scores.reshape(-1, case["S"]), case["n"]).reshape(*lists, case["n"])
+    return Setup(
+        (q, k, *(jnp.full(lists, x, jnp.int32) for x in (case["n"], case["S"]))),
+        lambda out: np.array_equal(out, slots),
+        k.nbytes + slots.nbytes,
+        {"k": case["n"], "sinks": 0, "recent": 0},
+    )
 
 
-def _top_k(scores: jax.Array, k: int, want: np.ndarray) -> Program | Absent:
-    """`jax.lax.top_k`, whose slots are in the order of their scores."""
-    source = Source(lambda x: jax.lax.top_k(x, k)[1], shapes((scores,)))
-    program = compile_all("top_k", {"lax.top_k": source})["lax.top_k"]
-    return bound("lax.top_k", program, (scores,), lambda out: np.array_equal(np.sort(out), want))
+def check_select(case: Case) -> None:
+    """Raise `ValueError` where more slots are to be selected than there are."""
+    if case["k"] > case["n"]:
+        raise ValueError(f"k={case['k']} must be at most n={case['n']}")
 
 
-def floor(result: dict[str, Any]) -> table.Floor:
-    """The read ceiling that rows are compared with."""
-    return table.Floor(ceilings.bandwidth(result["ceilings"], "read"), BYTES)
+def check_codes(case: Case) -> None:
+    """Raise `ValueError` for a code size without kernels, or more selected slots than there are."""
+    if case["R"] not in BITS:
+        raise ValueError(f"R={case['R']} must be one of {', '.join(map(str, BITS))}")
+    if case.get("n", 0) > case.get("S", 0):
+        raise ValueError(f"n={case['n']} must be at most S={case['S']}")
 
 
-def show(result: dict[str, Any]) -> None:
-    table.show(result, COLUMNS, floor(result))
-    regret.show(result["rows"])
-
-
-SUITE = Suite(
+CODE_CASES = ["", "heads=32/8", "B=1,S=256K,n=4K", "B=1,S=128K,n=2K,heads=32/8", "R=256"]
+SUITE = suite_of(
     "select",
-    "exact selection of the highest scores of a row: every backend, JAX, PyTorch, FlashInfer, CUB",
-    run,
-    show,
-    (SELECT,),
-    NAMES,
-    case=case,
+    "selection of the highest scores of a row, also by hash codes: every backend, JAX, PyTorch, "
+    "FlashInfer, CUB",
+    OperationBenchmark(
+        operation=SELECT,
+        setup=select_setup,
+        rivals=rivals.NAMES,
+        default={"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"},
+        choices={"scores": ("0..128", "float32", "bfloat16")},
+        check_case=check_select,
+        gpu=[
+            *("rows=256,n=32K,k=512,scores=0..128", "rows=256,n=32K,k=512"),
+            *("rows=256,n=32K,k=512,scores=bfloat16", "", "rows=32,n=128K,k=2K"),
+            "rows=4,n=128K,k=8K",
+        ],
+        quick=["rows=256,n=32K,k=512,scores=0..128", ""],
+        cpu=["rows=4,n=8K,k=256,scores=0..128", "rows=4,n=8K,k=256"],
+    ),
+    *(
+        OperationBenchmark(
+            operation=operation,
+            setup=setup,
+            default=CODES,
+            check_case=check_codes,
+            gpu=CODE_CASES,
+            quick=CODE_CASES[:2],
+            cpu=["B=1,S=8K,n=128,heads=8/2"],
+        )
+        for operation, setup in (
+            (HAMMING_SCORES, score_setup),
+            (HASH_SELECT, hash_select_setup),
+        )
+    ),
 )

@@ -1,4 +1,4 @@
-"""`python -m bench show FILE...`: the tables of stored results, as their suites print them."""
+"""`python -m bench show FILE...`: the tables of stored results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import table
 from bench.suite import Suite
 
 # Escapes of control characters that could move the cursor of a terminal or erase its lines.
@@ -19,21 +20,22 @@ class NoResult(ValueError):
 
 
 def show(path: Path, suites: Mapping[str, Suite]) -> None:
-    """Print the tables of a result that a suite wrote.
+    """Print the tables of a result as its suite does, or by its fields where that suite is gone.
 
-    Raises `NoResult` where the file is none, after what could be printed of it.
+    Raises:
+        NoResult: where the file is no result, after what could be printed of it.
     """
-    result = read(path, suites)
+    result = read(path)
+    name = result["suite"]
     try:
-        suites[result["suite"]].show(result)
+        suites[name].show(result) if name in suites else table.show(result)
     except Exception as error:  # whatever a file of another origin makes a table stumble over
-        name = result["suite"]
         reason = f"{type(error).__name__}: {error}"
         raise NoResult(f"{path} is no result of {name}: {reason}") from error
 
 
-def read(path: Path, suites: Mapping[str, Suite]) -> dict[str, Any]:
-    """The result in a file, of one of ``suites``; its rows are not checked."""
+def read(path: Path) -> dict[str, Any]:
+    """The result in a file; its rows are not checked."""
     try:
         text = path.read_text(encoding="utf-8")
         result = json.loads(text)
@@ -43,8 +45,6 @@ def read(path: Path, suites: Mapping[str, Suite]) -> dict[str, Any]:
         raise NoResult(f"{path} has control characters, which no suite writes")
     if not isinstance(result, dict) or not isinstance(result.get("suite"), str):
         raise NoResult(f"{path} is no result of a suite; write one with --json")
-    if result["suite"] not in suites:
-        raise NoResult(f"{path} is of the unknown suite {result['suite']!r}")
     if not isinstance(result.get("rows"), list):
         raise NoResult(f"{path} has no rows")
     return result

@@ -1,13 +1,20 @@
-"""The interface of a suite: its name, how it runs, and how its result is shown."""
+"""Suites: what they measure, at which cases, and how a result is shown."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench import table
-from bench.settings import Settings
+import jax
+
+from bench import cases, ceilings, point, table
+from bench.cases import Case
+from bench.clocks import Feed, add_steps
+from bench.program import bound, chosen, compile_all, shapes, sources
+from bench.rivals.common import Maker, each
+from bench.settings import Settings, bar
 from jspec.dispatch import Operation
 
 Result = dict[str, Any]
@@ -15,20 +22,25 @@ Result = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A benchmark of `python -m bench`.
+    """A suite of `python -m bench`.
 
-    ``run(settings)`` returns its result: ``rows``, which may be an iterator, and what else the
-    report needs. ``show(result)`` prints it. ``compare(result, earlier)`` writes into each row its
-    speedup over an earlier result, and returns how many rows had one.
-    ``operations`` and ``rivals``: what ``--backend`` chooses among. ``custom_clocks``: its rows are
-    timed by other clocks than those of `bench.clocks`. ``case(text)``: a case that ``--case`` asks
-    for, `ValueError` where it is none; None for a suite whose cases are fixed.
+    Attributes:
+        name: of the suite.
+        title: one line of what it measures.
+        run: returns the result: ``rows``, which may be an iterator, and what the report needs.
+        show: prints a result.
+        operations: whose backends ``--backend`` can name.
+        rivals: what else it can name.
+        compare: writes into each row its speedup over an earlier result, and returns how many rows
+            had one.
+        custom_clocks: whether rows are timed by other clocks than those of `bench.clocks`.
+        case: parses a case of ``--case``, `ValueError` if it is invalid; None: cases are fixed.
     """
 
     name: str
     title: str
     run: Callable[[Settings], Result]
-    show: Callable[[Result], None]
+    show: Callable[[Result], None] = table.show
     operations: tuple[Operation, ...] = ()
     rivals: tuple[str, ...] = ()
     compare: Callable[[Result, Result], int] = table.compare
@@ -40,3 +52,149 @@ class Suite:
         """The names of all backends and rivals that it can run."""
         backends = {name for operation in self.operations for name in operation.backends}
         return backends | set(self.rivals)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Benchmark(abc.ABC):
+    """What a suite measures at each of its cases.
+
+    Attributes:
+        default: every option of a case, and its default value.
+        gpu: the cases on a GPU, each as for ``--case``.
+        quick: those of ``--quick`` there.
+        cpu: the cases on a CPU, of which ``--quick`` takes the first.
+        choices: the words that an option can be.
+        check_case: raises `ValueError` for a case that makes no sense.
+    """
+
+    default: Mapping[str, Any]
+    gpu: Sequence[str]
+    quick: Sequence[str]
+    cpu: Sequence[str]
+    choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    check_case: Callable[[Case], None] = lambda case: None
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The value of ``op`` in ``--case`` that selects it."""
+
+    @property
+    @abc.abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """What ``--backend`` can select."""
+
+    @abc.abstractmethod
+    def measure(self, case: Case, settings: Settings) -> Iterable[point.Row]:
+        """Check and time everything that the settings select at a case."""
+
+    def case(self, text: str) -> Case:
+        """Parse a case; raises `ValueError` if it is invalid."""
+        case = cases.parse(text, self.default, self.choices)
+        self.check_case(case)
+        return case
+
+    def grid(self, settings: Settings) -> list[Case]:
+        """The default cases."""
+        if jax.default_backend() == "gpu":
+            texts = self.quick if settings.quick else self.gpu
+        else:
+            texts = self.cpu[:1] if settings.quick else self.cpu
+        return [self.case(text) for text in texts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """An operation at one case.
+
+    Attributes:
+        arguments: of its backends, on the device.
+        check: whether the outputs of a backend are right.
+        bytes: what the operation must read and write.
+        static: the keyword arguments of its backends.
+        rivals: what makes the programs of other libraries, by name.
+        feed: how steps of a jitted loop depend on each other; None: steps are not timed.
+    """
+
+    arguments: tuple[Any, ...]
+    check: Callable[[Any], bool]
+    bytes: int
+    static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rivals: Mapping[str, Maker] = dataclasses.field(default_factory=dict)
+    feed: Feed | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationBenchmark(Benchmark):
+    """The backends of an operation and its rivals.
+
+    Attributes:
+        operation: whose backends are measured.
+        setup: makes arguments, check and rivals of a case.
+        rivals: the names of other libraries' programs.
+        states: of the L2 cache on a GPU, ``"warm"`` or ``"cold"``; a CPU has warm ones alone.
+    """
+
+    operation: Operation
+    setup: Callable[[Case], Setup]
+    rivals: tuple[str, ...] = ()
+    states: tuple[str, ...] = ("cold",)  # a step reads a layer's weights before its cache
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.operation.backends, *(name.rpartition("+")[2] for name in self.rivals))
+
+    def measure(self, case: Case, settings: Settings) -> list[point.Row]:
+        setup = self.setup(case)
+        arguments, static = setup.arguments, dict(setup.static)
+        by_backend = sources(self.operation, shapes(arguments), settings, **static)
+        best = chosen(self.operation, arguments, **static)
+        programs = [
+            bound(name, program, arguments, setup.check, chosen=name == best)
+            for name, program in compile_all(self.name, by_backend).items()
+        ]
+        programs += each(setup.rivals, settings)
+        rows = point.measure(
+            self.name, case, programs, settings, states=self.states, moved=setup.bytes
+        )
+        sizes = dict(self.operation.sizes(*arguments, **static))
+        for row in rows:
+            if row.get("backend"):
+                row["sizes"] = sizes
+        if setup.feed is not None and settings.check:
+            add_steps(rows, by_backend, arguments, setup.feed, settings.repeats)
+        return rows
+
+
+def suite_of(name: str, title: str, *benchmarks: Benchmark) -> Suite:
+    """A suite of these benchmarks; ``--case`` without ``op`` is of the first one."""
+    by_name = {benchmark.name: benchmark for benchmark in benchmarks}
+
+    def parse(text: str) -> tuple[Benchmark, Case]:
+        """The benchmark of a case, and the case."""
+        options = text.split(",")
+        names = [option.removeprefix("op=") for option in options if option.startswith("op=")]
+        rest = ",".join(option for option in options if not option.startswith("op="))
+        benchmark = by_name.get((names or [benchmarks[0].name])[-1])
+        if benchmark is None:
+            raise ValueError(f"op={names[-1]} must be one of {', '.join(by_name)}")
+        return benchmark, benchmark.case(rest)
+
+    def run(settings: Settings) -> Result:
+        planned = [parse(text) for text in settings.cases] or [
+            (benchmark, case) for benchmark in benchmarks for case in benchmark.grid(settings)
+        ]
+        return {"ceilings": ceilings.rows(settings), "rows": rows(planned, settings)}
+
+    def rows(planned: Sequence[tuple[Benchmark, Case]], settings: Settings) -> Iterator[point.Row]:
+        with bar(name, len(planned)) as advance:
+            for benchmark, case in planned:
+                yield from benchmark.measure(case, settings)
+                advance()
+
+    names = {name: None for benchmark in benchmarks for name in benchmark.names}
+    return Suite(name, title, run, rivals=tuple(names), case=parse)

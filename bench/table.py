@@ -1,119 +1,156 @@
-"""A result as a table that fits the terminal, and the comparison with an earlier one."""
+"""The tables of a result, which fit the terminal, and the comparison with an earlier one."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from bench import ceilings, regret
 from bench.cases import kilo
 from bench.point import Row, best_clock, spread
 from bench.settings import console
 
-HEADINGS = {"bytes": "MB"}
 SLOTS = ("S", "n")  # sizes that tables show in K
-
-
+COPYING = ("pack", "verify_and_pack")  # operations whose bytes are held against the copy ceiling
+# Fields of a row that are no columns of their own.
+KNOWN = ("operation", "case", "name", "checked", "reason", "backend", "chosen", "bytes", "ratio")
 FOOT = (
     "x: how many times as fast, above 1 for faster; vs best: than the fastest of the case; "
     "vs before: than in --compare"
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Floor:
-    """The ``read`` ceiling of a run in bytes a second, None if not measured.
+def show(result: dict[str, Any]) -> None:
+    """Print a table for each operation of a result: of any suite, by the names of its fields.
 
-    ``bytes``: a description of the bytes of a row that are compared with it.
+    A row has its case, clocks, bytes, their share of the run's ceiling, and its speed relative to
+    the fastest row of the case. What all cases have in common stands in the title. Percentiles are
+    left out where the terminal is narrow.
     """
-
-    read: float | None
-    bytes: str
-
-    def share(self, row: Row) -> float | None:
-        """A row's bytes a second over the ceiling."""
-        best = best_clock(row)
-        if best is None or self.read is None:
-            return None
-        return row["bytes"] / best.median * 1e6 / self.read
-
-    def __str__(self) -> str:
-        ceiling = "not measured" if self.read is None else f"{self.read / 1e9:,.0f} GB/s"
-        return (
-            "of read: MB over time, as a share of the read ceiling of this run, "
-            f"{ceiling}; MB: {self.bytes}"
-        )
-
-
-def show(result: dict[str, Any], columns: Sequence[str], floor: Floor | None = None) -> None:
-    """Print a line per row: its case, clocks, bytes a second, and speed relative to the fastest.
-
-    With ``floor``, the bytes that a row needs and their share of the read ceiling replace bytes a
-    second. On a narrow terminal, the percentiles of the clocks are left out.
-    """
-    screen = console()
-    table, notes = _table(result, columns, floor, percentiles=True)
-    if Measurement.get(screen, screen.options.update(width=1000), table).maximum > screen.width:
-        table, notes = _table(result, columns, floor, percentiles=False)
-    screen.print(table)
-    if floor is not None:
-        screen.print(str(floor), markup=False)
-    screen.print(FOOT, markup=False)
-    if any(r.get("chosen") for r in result["rows"]):
+    screen, notes = console(), {}
+    rows = result["rows"]
+    for operation in dict.fromkeys(row.get("operation", "") for row in rows):
+        of_operation = [row for row in rows if row.get("operation", "") == operation]
+        table = _table(result, of_operation, notes, percentiles=True)
+        if Measurement.get(screen, screen.options.update(width=1000), table).maximum > screen.width:
+            table = _table(result, of_operation, notes, percentiles=False)
+        screen.print(_title(result, of_operation), markup=False, style="italic")
+        screen.print(table)
+        speed = regret.of_choice(rows, operation)
+        if speed is not None:
+            screen.print(f"{operation}: implementation=None against the fastest backend: {speed}")
+    if any(map(best_clock, rows)):
+        screen.print(FOOT, markup=False)
+    if any(row.get("chosen") for row in rows):
         screen.print("* what implementation=None takes")
-    for number, reason in enumerate(notes, 1):
-        screen.print(f"[{number}] {reason}", markup=False)
+    for reason, index in notes.items():
+        screen.print(f"[{index}] {reason}", markup=False)
     for clock, reason in result.get("clocks", {}).items():
         screen.print(f"no {clock} clock: {reason}", markup=False)
 
 
 def _table(
-    result: dict[str, Any], columns: Sequence[str], floor: Floor | None, *, percentiles: bool
-) -> tuple[Table, list[str]]:
-    """The table, and the reasons that rows reference by number."""
-    table = Table(
-        title=f"{result['suite']}: {result['machine']['device']}; times in microseconds",
-        title_justify="left",
-        padding=(0, 1, 0, 0),
-        box=None,
-    )
-    for heading in columns:
-        table.add_column(HEADINGS.get(heading, heading), justify="right")
+    result: dict[str, Any], rows: Sequence[Row], notes: dict[str, int], *, percentiles: bool
+) -> Table:
+    """The table of one operation; ``notes`` gets a number for each reason."""
+    options, _ = _options(rows)
+    clocks = _clocks(rows)
+    others = _other_fields(rows)
+    has_bytes = any(r.get("bytes") for r in rows)
+    is_compared = any("ratio" in r for r in rows)
+    table = Table(padding=(0, 1, 0, 0), box=None)
+    for key in options:
+        table.add_column(_heading(key), justify="right")
     table.add_column("name", overflow="fold")
-    clocks = [c for c in ("device", "wall", "step") if any(spread(r, c) for r in result["rows"])]
     for clock in clocks:
         table.add_column(clock, justify="right")
         if percentiles:
             table.add_column("p10-p90", justify="right", style="dim")
-    compared = any("ratio" in r for r in result["rows"])
-    rates = ("GB/s",) if floor is None else ("MB", "of read")
-    for heading in (*rates, "vs best", *(["vs before"] if compared else [])):
-        table.add_column(heading, justify="right")
-    fastest = _fastest(result["rows"])
-    notes: dict[str, None] = {}
-    for row in result["rows"]:
-        cells = [cell(h, row["case"].get(h)) for h in columns]
-        name = row["name"] + ("*" if row.get("chosen") else "")
+    headings = [*others, *(("MB", "GB/s", "of ceiling") if has_bytes else ())]
+    headings += (["vs best"] if clocks else []) + (["vs before"] if is_compared else [])
+    for heading in headings:
+        table.add_column(_heading(heading), justify="right")
+    fastest, rate = _fastest(rows), _ceiling(result, rows[0])
+    shown: set[str] = set()
+    for row in rows:
+        cells = [cell(key, _case(row).get(key)) for key in options]
+        name = str(row.get("name", "")) + ("*" if row.get("chosen") else "")
         if row.get("reason"):
             note = f"{row['operation']}, {row['name']}: {row['reason']}"
-            if note in notes:
-                continue  # each reason once
-            notes[note] = None
-            cells += [escape(f"{name} [{len(notes)}]")]
-        else:
-            cells += [name, *_times(row, clocks, percentiles=percentiles)]
-            best = best_clock(row)
-            cells += _rate(row) if floor is None else _of_floor(row, floor)
-            fastest_of_case = fastest.get(_where(row))
-            cells.append(times(fastest_of_case / best.median) if best and fastest_of_case else "")
-            if compared:
-                cells.append(times(row["ratio"]) if "ratio" in row else "")
+            if note not in shown:  # each reason once
+                index = notes.setdefault(note, len(notes) + 1)
+                table.add_row(*cells, escape(f"{name} [{index}]"))
+            shown.add(note)
+            continue
+        cells += [escape(name), *_times(row, clocks, percentiles=percentiles)]
+        cells += ["" if key not in row else cell(key, row[key]) for key in others]
+        time = best_clock(row)
+        if has_bytes:
+            cells += _rate(row, rate)
+        if clocks:
+            cells.append("" if time is None else times(fastest[_where(row)] / time.median))
+        if is_compared:
+            cells.append(times(row["ratio"]) if "ratio" in row else "")
         table.add_row(*cells)
-    return table, list(notes)
+    return table
+
+
+def _title(result: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The operation, the device, and what all cases have in common."""
+    _, common = _options(rows)
+    parts = [rows[0].get("operation") or result["suite"], result["machine"]["device"]]
+    parts += [f"{_heading(key)}={cell(key, value)}" for key, value in common.items()]
+    return ", ".join(parts) + ("; times in microseconds" if _clocks(rows) else "")
+
+
+def _heading(key: str) -> str:
+    """``MB`` of a field in bytes, as `cell` formats it."""
+    return key.removesuffix("bytes").replace("_", " ") + "MB" if key.endswith("bytes") else key
+
+
+def _case(row: Row) -> Mapping[str, Any]:
+    return row.get("case") or {}
+
+
+def _options(rows: Sequence[Row]) -> tuple[list[str], dict[str, Any]]:
+    """The options of the cases that differ, and those that all rows have in common."""
+    every = [_case(row) for row in rows if _case(row)]
+    keys = dict.fromkeys(key for case in every for key in case)
+    values = {key: [case[key] for case in every if key in case] for key in keys}
+    common = {key: x[0] for key, x in values.items() if len(x) > 1 and all(y == x[0] for y in x)}
+    return [key for key in keys if key not in common], common
+
+
+def _clocks(rows: Sequence[Row]) -> list[str]:
+    """The clocks that have samples, those of `bench.clocks` first."""
+    samples = (key for row in rows for key, x in row.items() if isinstance(x, list) and x)
+    known = ("device", "wall", "step", *(key.removesuffix("_ns") for key in samples))
+    return [clock for clock in dict.fromkeys(known) if any(f"{clock}_ns" in r for r in rows)]
+
+
+def _other_fields(rows: Sequence[Row]) -> list[str]:
+    """Fields with one number or word, other than those that every table has."""
+    kinds = (int, float, str)
+    keys = dict.fromkeys(k for row in rows for k, x in row.items() if type(x) in kinds)
+    return [key for key in keys if key not in (*KNOWN, "kernels")]
+
+
+def _ceiling(result: dict[str, Any], row: Row) -> float | None:
+    """Bytes a second of the ceiling of an operation in the same run."""
+    work = "copy" if row.get("operation") in COPYING else "read"
+    return ceilings.bandwidth(result.get("ceilings", []), work)
+
+
+def share(result: dict[str, Any], row: Row) -> float | None:
+    """A row's bytes a second over the ceiling of its operation in the same run."""
+    rate, time = _ceiling(result, row), best_clock(row)
+    if rate is None or time is None or not row.get("bytes"):
+        return None
+    return row["bytes"] / time.median * 1e6 / rate
 
 
 def times(ratio: float) -> str:
@@ -136,29 +173,28 @@ def number(x: float) -> str:
     return f"{x:,.2f}" if abs(x) < 10 else f"{x:,.1f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
-def _rate(row: Row) -> list[str]:
-    """Gigabytes a second, empty for at most 1 KiB."""
-    best, moved = best_clock(row), row.get("bytes") or 0
-    return [f"{moved / best.median / 1e3:,.0f}" if best and moved > 2**10 else ""]
-
-
-def _of_floor(row: Row, floor: Floor) -> list[str]:
-    """The bytes that a row needs, and their share of the read ceiling."""
-    share = floor.share(row)
-    return [number(row["bytes"] / 1e6), "" if share is None else f"{share:.1%}"]
+def _rate(row: Row, ceiling: float | None) -> list[str]:
+    """The bytes that a row needs, bytes a second, and their share of the ceiling."""
+    time, moved = best_clock(row), row.get("bytes")
+    if time is None or not moved:
+        return ["", "", ""]
+    rate = moved / time.median * 1e6
+    return [number(moved / 1e6), number(rate / 1e9), f"{rate / ceiling:.1%}" if ceiling else ""]
 
 
 def cell(heading: str, value: Any) -> str:
     """Format a value of a case for tables."""
-    if heading == "bytes" and value is not None:
+    if value is None:
+        return ""
+    if heading.endswith("bytes"):
         return number(value / 1e6)
-    if heading in SLOTS and value is not None:
+    if heading in SLOTS and isinstance(value, int):
         return kilo(value)
-    return "" if value is None else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _where(row: Row) -> tuple[Any, ...]:
-    return row["operation"], tuple(sorted(row["case"].items()))
+    return row.get("operation"), tuple(sorted(_case(row).items()))
 
 
 def _fastest(rows: Sequence[Row]) -> dict[tuple[Any, ...], float]:
@@ -174,14 +210,13 @@ def _fastest(rows: Sequence[Row]) -> dict[tuple[Any, ...], float]:
 def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
     """Write into each row its speedup over the earlier result; returns how many had one.
 
-    Rows are matched by operation, case and name, and compared on the device clock, or on the wall
-    clock if either has no device clock.
+    Rows are matched by operation, case and name, and compared on the best clock that both have.
     """
     before = {(*_where(r), r["name"]): r for r in earlier["rows"]}
     met = 0
     for row in result["rows"]:
         other = before.get((*_where(row), row["name"]), {})
-        for clock in ("device", "wall"):
+        for clock in ("device", "wall", "step"):
             now, then = spread(row, clock), spread(other, clock)
             if now and then:
                 row["ratio"] = then.median / now.median

@@ -1,12 +1,12 @@
 """`python -m bench tune`: the order of backends on a device, fitted to what was measured there.
 
-A point is a case of a suite; its ratios are the backends' times over the fastest one's. Times are
-of a step in a jitted loop where they were measured, since a call that XLA cannot capture in a
+A point is a case of an operation; its ratios are the backends' times over the fastest one's. Times
+are of a step in a jitted loop where they were measured, since a call that XLA cannot capture in a
 graph costs several launches there, and device times elsewhere. An order costs, at a point, the
-ratio of the first of its backends that ran. Points may be cut in two by a size and a bound, and
-the parts again, where that lowers the cost enough. Each part becomes a rule of the table (see
-`jspec.tuned`), those below a bound first. Block sizes are not fitted: they are copied from the
-table in use. On CPUs, only orders are fitted.
+ratio of the first of its backends that ran. Points may be cut in two by a size and a bound, and the
+parts again, where that lowers the cost enough. Each part becomes a rule of the table (see
+`jspec.tuned`), those below a bound first. Block sizes are those of the table in use, see
+`bench.blocks`.
 """
 
 from __future__ import annotations
@@ -19,41 +19,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from bench import attention, gather, regret, sampling
+from bench import regret
 from bench.point import best_clock, spread
 from bench.settings import console
 from jspec import tuned
 from jspec.dispatch import Operation
 from jspec.ops import operations
-from jspec.ops.attention.dense import ATTENTION
-from jspec.ops.attention.gathered import GATHERED
-from jspec.ops.fused import VERIFY_AND_PACK
-from jspec.ops.packing import PACK
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
-from jspec.ops.verify import VERIFY_GREEDY
 from jspec.tuned import Rule, Table
 
-SUITES: dict[str, tuple[Operation, ...]] = {
-    "verify": (VERIFY_GREEDY,),
-    "pack": (PACK,),
-    "fused": (VERIFY_AND_PACK,),
-    "sampling": (VERIFY_STOCHASTIC,),
-    "attention": (ATTENTION,),
-    "gather": (GATHERED,),
-}
 GAIN = 0.002  # least reduction of the mean ratio of an operation by a rule
 DEPTH = 2  # of nested cuts: at most four rules
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A case, its sizes in a table, and the time of each backend over the fastest one's."""
+    """The sizes of a case, and the time of each backend over the fastest one's."""
 
-    case: Mapping[str, Any]
     sizes: Mapping[str, int]
     ratios: Mapping[str, float]
 
@@ -63,51 +46,65 @@ class Point:
         return next(ran, max(self.ratios.values()))
 
 
-def tune(results: Path, path: Path) -> None:
-    """Fit orders to the JSON files of ``results``, and write them as the table ``path``.
+def tune(folder: Path, path: Path) -> None:
+    """Fit the order of each operation to the JSON files of ``folder``, and write a table.
 
     An order of an existing table that costs less is kept.
+
+    Args:
+        folder: of results of one device. Their rows say the sizes by which orders are chosen.
+        path: the table to write.
+
+    Raises:
+        ValueError: where nothing can be fitted to the results.
     """
-    files = {name: file for name in SUITES if (file := results / f"{name}.json").exists()}
-    if not files:
-        raise ValueError(f"{results} has none of {', '.join(f'{name}.json' for name in SUITES)}")
-    read = {name: json.loads(file.read_text()) for name, file in files.items()}
-    machines = [result["machine"] for result in read.values()]
+    results = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    rows = [row for result in results for row in result["rows"] if row.get("sizes")]
+    if not rows:
+        raise ValueError(
+            f"no row under {folder} has the sizes of its arguments; measure again by "
+            "`python -m bench all --json FOLDER`"
+        )
+    machines = [result["machine"] for result in results]
     devices = {machine["device"] for machine in machines}
     if len(devices) != 1:
-        raise ValueError(f"{results} is of several devices: {', '.join(sorted(devices))}")
+        raise ValueError(f"{folder} is of several devices: {', '.join(sorted(devices))}")
     base = _base(path, devices.pop(), machines[0].get("compute_capability"))
     orders = dict(base.orders)
-    for name, result in read.items():
-        for operation in SUITES[name]:
-            points = points_of(result["rows"], operation)
-            if points:
-                before, rules = orders[operation.name], fit(points, operation)
-                console().print(
-                    f"{operation.name}, implementation=None against the fastest backend:"
-                )
-                console().print(f"  before: {_regret(points, before)}, {len(before)} rules")
-                console().print(f"  fitted: {_regret(points, rules)}, {len(rules)} rules")
-                if sum(_costs(points, rules)) <= sum(_costs(points, before)):
-                    orders[operation.name] = rules
-                else:
-                    console().print("  what was there costs less, and stays")
-    # Sampling has no suite: it sums the same weights as stochastic verification, whose suite has
-    # one gamma, so that its rules only use sizes of sampling.
+    for operation in operations():
+        points = points_of(rows, operation)
+        if points:
+            orders[operation.name] = _better(operation, points, orders[operation.name])
+    # Sampling sums the same weights as stochastic verification, whose rules only use its sizes.
     orders[SAMPLE.name] = orders[VERIFY_STOCHASTIC.name]
     path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
     tuned.load(path)
 
 
+def _better(
+    operation: Operation, points: Sequence[Point], before: Sequence[Rule]
+) -> Sequence[Rule]:
+    """Rules fitted to the points, or those of ``before`` where they cost less."""
+    rules, screen = fit(points, operation), console()
+    screen.print(f"{operation.name}, implementation=None against the fastest backend:")
+    screen.print(f"  before: {_regret(points, before)}, {len(before)} rules")
+    screen.print(f"  fitted: {_regret(points, rules)}, {len(rules)} rules")
+    if sum(_costs(points, rules)) <= sum(_costs(points, before)):
+        return rules
+    screen.print("  the existing order costs less, and is kept")
+    return before
+
+
 def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Point]:
     """The points at which backends of an operation ran, without the backend `exact`."""
     names, points = set(operation.backends) - {"exact"}, []
-    for case, rows_of_point in regret.points(rows, operation.name):
-        medians = _medians([row for row in rows_of_point if row["name"] in names])
+    of_backends = [row for row in rows if row["name"] in names]
+    for _, rows_of_point in regret.points(of_backends, operation.name):
+        medians = _medians(rows_of_point)
         if medians:
             least = min(medians.values())
             ratios = {name: median / least for name, median in medians.items()}
-            points.append(Point(case, _sizes(operation, case), ratios))
+            points.append(Point(rows_of_point[0]["sizes"], ratios))
     return points
 
 
@@ -178,21 +175,6 @@ def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
     """The speed of these rules' orders relative to the fastest backend."""
     speeds = [1 / cost for cost in _costs(points, rules)]
     return f"mean {statistics.mean(speeds):.4f}x, worst {min(speeds):.2f}x, {len(speeds)} points"
-
-
-def _sizes(operation: Operation, case: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of a case of the bench, from the shapes of the arguments that they look at."""
-    if operation.name == ATTENTION.name:
-        return dict(operation.sizes(*attention.shapes(case), **attention.static(case)))
-    if operation.name == GATHERED.name:
-        return dict(operation.sizes(*gather.argument_shapes(case), **gather.static(case)))
-    batch, gamma = case["B"], case.get("gamma", sampling.GAMMA)
-    tokens = jax.ShapeDtypeStruct((batch, gamma), jnp.int32)
-    kv = jax.ShapeDtypeStruct((batch, gamma, case.get("D", 0)), jnp.float16)
-    logits = jax.ShapeDtypeStruct((batch, gamma + 1, case.get("V", 0)), jnp.bfloat16)
-    arguments = {"pack": (kv,), "verify_stochastic": (tokens, logits)}
-    whole = (tokens, None, None, None, kv)
-    return dict(operation.sizes(*arguments.get(operation.name, whole)))
 
 
 def _base(path: Path, device: str, capability: str | None) -> Table:

@@ -1,89 +1,128 @@
-"""Greedy verification: every backend and PyTorch, over the paper's grid and beyond."""
+"""Verification of draft tokens, greedy and stochastic: every backend, PyTorch and FlashInfer."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from bench import point, table, workload
-from bench.clocks import StepClock
-from bench.program import Absent, bound, chosen, compile_all, shapes, sources
-from bench.rivals import verify as rivals
-from bench.settings import Settings, bar
-from bench.suite import Suite
+from bench import workload
+from bench.cases import Case, product
+from bench.rivals import sampling, verification
+from bench.suite import OperationBenchmark, Setup, suite_of
+from jspec.ops.sample import Role, Sampling, number, settings_of
+from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 
-COLUMNS = ("B", "gamma", "alpha", "l2")
-LOOPED = tuple(itertools.product((1, 32), (8, 128), (0.6,)))  # where the step clock runs too
 FEED = (0, 2)  # accepted counts become the next draft lengths
+GAMMA = 5  # of stochastic verification
+STATIC = {"rule": "token", "filtered": False, "axis_name": None}
 
 
-def grid(settings: Settings) -> list[tuple[int, int, float]]:
-    """Batch, gamma, alpha."""
-    if settings.quick:
-        return list(itertools.product((1, 32), (8, 128), (0.3, 0.6, 0.9)))
-    batches, gammas = (1, 4, 16, 32, 128, 1024), (4, 8, 16, 32, 64, 128)
-    return list(itertools.product(batches, gammas, (0.3, 0.6, 0.9)))
+def greedy_setup(case: Case) -> Setup:
+    """Greedy verification of drafts whose accepted lengths are Binomial(gamma, alpha)."""
+    tokens = workload.make_tokens(case["B"], case["gamma"], case["alpha"])
+    is_looped = case["B"] in (1, 32) and case["gamma"] in (8, 128) and case["alpha"] == 0.6
+    return Setup(
+        tuple(map(jax.device_put, tokens.inputs)),
+        is_verified(tokens),
+        sum(x.nbytes for x in (tokens.draft, tokens.target)),
+        rivals=verification.verify(tokens),
+        feed=FEED if is_looped else None,
+    )
 
 
-def run(settings: Settings) -> dict[str, Any]:
-    return {"rows": _rows(settings)}
-
-
-def _rows(settings: Settings) -> Iterator[point.Row]:
-    cases = grid(settings)
-    programs = compiled_verifies(sorted({case[:2] for case in cases}), settings)
-    clock = StepClock(settings)
-    with bar("verify", len(cases)) as advance:
-        for batch, gamma, alpha in cases:
-            tokens = workload.make_tokens(batch, gamma, alpha)
-            arguments = tuple(map(jax.device_put, tokens.inputs))
-            case = {"B": batch, "gamma": gamma, "alpha": alpha}
-            best = chosen(VERIFY_GREEDY, arguments)
-            bounds = [
-                bound(name, program, arguments, checks(tokens), chosen=name == best)
-                for (*shape, name), program in programs.items()
-                if tuple(shape) == (batch, gamma)
-            ]
-            bounds += rivals.verify(tokens, settings)
-            rows = point.measure("verify_greedy", case, bounds, settings)
-            if (batch, gamma, alpha) in LOOPED and settings.check:
-                clock.add(rows, VERIFY_GREEDY, arguments, FEED)
-            yield from rows
-            advance()
-
-
-def compiled_verifies(
-    batches_gammas: list[tuple[int, int]], settings: Settings
-) -> dict[tuple[int, int, str], jax.stages.Compiled | Absent]:
-    """Each backend of greedy verification for each ``(batch, gamma)``."""
-    sources_by_key = {}
-    for batch, gamma in batches_gammas:
-        arguments = shapes(workload.make_tokens(batch, gamma, 0.5).inputs)
-        for name, source in sources(VERIFY_GREEDY, arguments, settings).items():
-            sources_by_key[batch, gamma, name] = source
-    return compile_all("verify", sources_by_key)
-
-
-def checks(tokens: workload.Tokens) -> Callable[[Any], bool]:
-    """Whether the first six outputs are the fields of `Verified`."""
+def is_verified(tokens: workload.Tokens) -> Callable[[Any], bool]:
+    """A check that the first six outputs are the fields of `Verified`."""
     expected = workload.expected_verified(tokens)
     return lambda outputs: all(map(np.array_equal, outputs, expected))
 
 
-def show(result: dict[str, Any]) -> None:
-    table.show(result, COLUMNS)
+def stochastic_setup(case: Case) -> Setup:
+    """Stochastic verification at temperature 1, with and without logits of the draft."""
+    logits, arguments = stochastic_inputs(case)
+    arguments = jax.device_put(arguments)
+    uniforms = uniforms_of(arguments)
+    draft_bytes = 0 if logits.draft_logits is None else logits.draft_logits.nbytes
+    return Setup(
+        arguments,
+        equals_reference(logits, uniforms, arguments),
+        logits.target.nbytes + draft_bytes,
+        STATIC,
+        sampling.sampling(logits, uniforms),
+    )
 
 
-SUITE = Suite(
+def stochastic_inputs(case: Case) -> tuple[workload.Logits, tuple[Any, ...]]:
+    """The logits, and the arguments of the backends of `jspec.ops.verify_stochastic`."""
+    batch = case["B"]
+    is_one_hot = case["draft"] == "one-hot"
+    logits = workload.make_logits(batch, GAMMA, case["V"], one_hot=is_one_hot)
+    lengths, stops = np.full(batch, GAMMA, np.int32), np.full((batch, 1), -1, np.int32)
+    positions = np.arange(batch, dtype=np.int32) * 100
+    rows = Sampling(
+        temperature=jnp.ones(batch, jnp.float32),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch, jnp.float32),
+        min_p=jnp.zeros(batch, jnp.float32),
+        seeds=jnp.arange(batch, dtype=jnp.uint32),
+    )
+    drafted = (logits.draft, logits.target, lengths, stops)
+    return logits, (*drafted, settings_of(rows), positions, logits.draft_logits)
+
+
+def uniforms_of(arguments: tuple[Any, ...]) -> np.ndarray:
+    """The numbers in 0..1 that verification draws, float32 ``[3, B, gamma + 1]``: to accept, for a
+    residual, for a bonus token. They keep the upper 24 of 64 bits."""
+    seeds, positions = arguments[4].seeds, arguments[5]
+    where = positions[:, None] + jnp.arange(GAMMA + 1, dtype=jnp.int32)[None]
+    draw = jax.jit(lambda role: number(seeds, where, role))
+    roles = (Role.ACCEPT, Role.RESIDUAL, Role.BONUS)
+    upper = np.stack([np.asarray(draw(np.uint32(role))) for role in roles]) >> np.uint64(40)
+    return upper.astype(np.float32) * np.float32(2.0**-24)
+
+
+def equals_reference(
+    logits: workload.Logits, uniforms: np.ndarray, arguments: tuple[Any, ...]
+) -> Callable[[Any], bool]:
+    """A check that outputs equal those of `xla`, which must agree with float64 sums."""
+    reference = jax.jit(partial(VERIFY_STOCHASTIC.backend("xla").run, **STATIC))
+    expected = [np.asarray(x) for x in reference(*arguments)]
+    is_right = workload.plausible(logits, uniforms, expected[0], expected[3])
+    return lambda outputs: is_right and all(map(np.array_equal, outputs, expected))
+
+
+GREEDY = OperationBenchmark(
+    operation=VERIFY_GREEDY,
+    setup=greedy_setup,
+    rivals=verification.VERIFY,
+    states=("warm",),
+    default={"B": 32, "gamma": 8, "alpha": 0.9},
+    gpu=product(B=(1, 4, 16, 32, 128, 1024), gamma=(4, 8, 16, 32, 64, 128), alpha=(0.3, 0.6, 0.9)),
+    quick=product(B=(1, 32), gamma=(8, 128), alpha=(0.3, 0.6, 0.9)),
+    cpu=product(B=(1, 32), gamma=(8, 128), alpha=(0.3, 0.9)),
+)
+DRAFTS = ("one-hot", "logits")
+STOCHASTIC = OperationBenchmark(
+    operation=VERIFY_STOCHASTIC,
+    setup=stochastic_setup,
+    rivals=sampling.NAMES,
+    states=("warm", "cold"),
+    default={"B": 32, "V": 128256, "draft": "logits"},
+    choices={"draft": DRAFTS},
+    gpu=product(B=(1, 32, 128), V=(32000, 128256, 152064), draft=DRAFTS),
+    quick=product(B=(4,), V=(32000,), draft=DRAFTS),
+    # CPUs also serve small models, such as the bundled one with a vocabulary of bytes.
+    cpu=product(B=(1,), V=(260, 32000, 128256), draft=DRAFTS),
+)
+SUITE = suite_of(
     "verify",
-    "greedy verification: every backend, and PyTorch eager and as a CUDA graph",
-    run,
-    show,
-    (VERIFY_GREEDY,),
-    rivals.NAMES,
+    "verification, greedy and stochastic: every backend, PyTorch eager and as a CUDA graph, "
+    "FlashInfer",
+    GREEDY,
+    STOCHASTIC,
 )

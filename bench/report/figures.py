@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import attention, ruler
+from bench import table
 from bench.point import best_clock, spread
-from bench.report import real_figures, step_figures
+from bench.report import real_figures
 from bench.report.text import median, names, pick, values
 
 COLOURS = {
@@ -32,6 +32,8 @@ COLOURS = {
     "loki-16": "#d69e2e",
     "magicpig-16": "#e53e3e",
 }
+# Policies that read as many bytes of a key, and the exact choice.
+EQUAL_BYTES = ("exact_topk", "hata", "quest-16", "loki-16", "magicpig-16")
 Lines = dict[str, list[tuple[float, float]]]
 LOG_X = ("log", "linear")
 
@@ -100,11 +102,10 @@ def _context(figure: Any, result: dict[str, Any]) -> bool:
 
 def _shares(result: dict[str, Any], key: str, at: dict[str, Any]) -> Lines:
     """Each name's share of the read ceiling against ``key``, of names with two points or more."""
-    ceiling = attention.floor(result)
     lines: Lines = {}
     for x in values(result, "attention", key):
         for name, row in pick(result, "attention", **{key: x}, **at).items():
-            share = ceiling.share(row)
+            share = table.share(result, row)
             lines.setdefault(name, []).extend([] if share is None else [(x, share)])
     return {name: line for name, line in lines.items() if len(line) > 1}
 
@@ -116,11 +117,32 @@ def _budget(figure: Any, result: dict[str, Any]) -> bool:
         lines: Lines = {}
         for row in result["rows"]:
             case, name = row["case"], row["name"]
-            is_shown = name in (*ruler.EQUAL_BYTES, "exact_topk") and case["kind"] == "read"
+            is_shown = name in EQUAL_BYTES and case["kind"] == "read"
             if is_shown and case["S"] == length:
                 lines.setdefault(name, []).append((100 * case["budget"], row["score"]))
         panels.append((f"{length / 1024:g}K tokens", {n: sorted(x) for n, x in lines.items()}))
     return _panels(figure, panels, "budget, % of the context", "score, %", scales=LOG_X)
+
+
+def _sources(figure: Any, result: dict[str, Any]) -> bool:
+    """Tokens a second of each case, a bar a draft source."""
+    rows = [row for row in result["rows"] if row["checked"]]
+    cases = list(dict.fromkeys((r["batch"], r["context"]) for r in rows))
+    if not cases:
+        return False
+    axes = figure.subplots(1, len(cases), squeeze=False)[0]
+    for axis, case in zip(axes, cases, strict=True):
+        by_source = {r["source"]: r for r in rows if (r["batch"], r["context"]) == case}
+        speeds = [r["decode_tokens_per_s"] for r in by_source.values()]
+        colours = ["#9aa5b1", "#2b6cb0", "#38a169"][: len(by_source)]
+        bars = axis.bar(list(by_source), speeds, color=colours)
+        axis.bar_label(bars, [f"{r['speedup']:.2f}x" for r in by_source.values()], fontsize=8)
+        axis.tick_params(axis="x", labelsize=8)
+        axis.set_title(f"batch {case[0]}, context {case[1]}", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(y=0.12)
+    axes[0].set_ylabel("tokens / s")
+    return True
 
 
 def _series(result: dict[str, Any], key: str, xs: list[Any], **at: Any) -> Lines:
@@ -182,12 +204,6 @@ FIGURES = {
     "real": Drawing("real", real_figures.speeds, (10, 7), "speed over plain decoding"),
     "verify": Drawing("verify-gamma", _gamma, (10, 3), "latency against draft length"),
     "attention": Drawing("attention-context", _context, (8, 3.4), "share of the read ceiling"),
-    "hata-layer": Drawing("hata-layer", step_figures.layer, (11, 4), "speed over dense attention"),
     "ruler": Drawing("ruler-budget", _budget, (8, 3.4), "score by budget"),
-    "decode": Drawing("decode-floor", step_figures.floor, (10, 4), "step over floor"),
-    "vegas-breakdown": Drawing(
-        "vegas-breakdown", step_figures.parts, (12, 3.6), "parts and floors"
-    ),
-    "throughput": Drawing("throughput", step_figures.speeds, (13, 3.6), "tokens a second"),
-    "step": Drawing("step", step_figures.sources, (9, 3), "tokens a second by drafter"),
+    "step": Drawing("step", _sources, (9, 3), "tokens a second by drafter"),
 }

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench import ceilings, hata_off, parity, serving
+from bench import ceilings, parity, serving
 from bench.decode import lossy
-from bench.layer import tables
 from bench.point import Row, spread
-from bench.report import real
+from bench.report import layers, real
 from bench.report.runs import Run
 from bench.report.text import case_words, microseconds, pick, ratio, table
 from bench.table import cell, kilo, number
@@ -87,12 +85,12 @@ def _points(*points: Point) -> Callable[[Result], Iterator[Line]]:
 
 def _layer(result: Result) -> Iterator[Line]:
     """HATA's layer over the fastest dense attention."""
-    for group in tables.groups(result["rows"])[:1]:
+    for group in layers.groups(result["rows"])[:1]:
         speedup, fastest = group.speedup("hata"), group.fastest
         if speedup is None or fastest is None:
             continue
-        words = ", ".join(f"{k}={cell(k, group.case[k])}" for k in tables.CASE)
-        measured = tables.time_of(group.policies["hata"]).median
+        words = ", ".join(f"{k}={cell(k, group.case[k])}" for k in layers.CASE)
+        measured = microseconds(group.policies["hata"])
         yield (
             words,
             f"{number(measured)} us",
@@ -102,14 +100,11 @@ def _layer(result: Result) -> Iterator[Line]:
 
 def _host(result: Result) -> Iterator[Line]:
     """A step with keys and values in the host's memory, over the dense one on the device."""
-    for row in result["rows"]:
-        rows = hata_off.beside(result, row)
-        if row["name"] == "hata_off" and "step_ns" in row and "dense" in rows:
-            measured, dense = (statistics.median(x["step_ns"]) / 1e6 for x in (row, rows["dense"]))
-            words = f"{row['case']['model']}, {row['case']['context']:,} tokens"
-            baseline = "dense decoding with the cache on the device"
-            speed = ratio(dense / measured, f" as fast as {baseline}")
-            yield words, f"{measured:.2f} ms a step", speed
+    for row, step, dense in layers.host_steps(result["rows"]):
+        if dense is not None:
+            words = f"{row['case']['model']}, {layers.context_of(row):,} tokens"
+            speed = ratio(dense / step, " as fast as dense decoding with the cache on the device")
+            yield words, f"{step:.2f} ms a step", speed
 
 
 def _quality(result: Result) -> Iterator[Line]:
@@ -244,26 +239,21 @@ def _served(result: Result) -> Iterator[Line]:
 VERIFY = {"B": 32, "alpha": 0.9, "l2": "warm"}
 SAMPLE = {"B": 32, "V": 128256, "l2": "cold"}
 HEADS = {"heads": "32/8", "H": 128}
+VERIFICATION = _points(
+    Point("verify_greedy", {"gamma": 128} | VERIFY),
+    Point("verify_and_pack", {"gamma": 128, "D": 2048} | VERIFY | {"l2": "cold"}, "copy"),
+    Point("verify_stochastic", {"draft": "logits"} | SAMPLE, "read"),
+)
+ATTENTION = _points(
+    *(Point("attention", {"B": 4, "S": 131072, "T": tokens} | HEADS, "read") for tokens in (1, 10)),
+    Point("gathered_attention", {"B": 8, "S": 131072, "n": 8192, "T": 1} | HEADS, "read"),
+    Point("select", {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"}),
+)
 LINES: dict[str, Callable[[Result], Iterator[Line]]] = {
     "real": real.lines,
-    "verify": _points(Point("verify_greedy", {"gamma": 128} | VERIFY)),
-    "fused": _points(
-        Point("verify_and_pack", {"gamma": 128, "D": 2048} | VERIFY | {"l2": "cold"}, "copy"),
-    ),
-    "sampling": _points(Point("verify_stochastic", {"draft": "logits"} | SAMPLE, "read")),
-    "attention": _points(
-        *(
-            Point("attention", {"B": b, "S": s, "T": t} | HEADS, "read")
-            for b, s, t in ((4, 131072, 1), (4, 131072, 10))
-        )
-    ),
-    "gather": _points(
-        Point("gathered_attention", {"B": 8, "S": 131072, "n": 8192, "T": 1} | HEADS, "read")
-    ),
-    "select": _points(
-        Point("select", {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"}),
-    ),
-    "hata-layer": _layer,
+    **dict.fromkeys(("verify", "pack", "fused", "sampling"), VERIFICATION),
+    **dict.fromkeys(("attention", "gather", "select"), ATTENTION),
+    **dict.fromkeys(("hata", "hata-layer"), _layer),
     "hata-off": _host,
     "ruler": _quality,
     "step": _decoding,

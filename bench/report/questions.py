@@ -98,16 +98,15 @@ QUESTIONS = (
     ),
     Question(
         "A layer and a step of each policy",
-        ("hata-layer", "hata-e2e"),
+        ("hata", "hata-layer", "hata-e2e"),
         "Random weights, 1.56 % of the context selected (n of S slots), over the fastest dense "
         "attention or the dense step. A layer: all between its projections, the policy's work "
         "included; a step: all layers, two of them dense.",
         systems.policies,
-        has_picture=True,
     ),
     Question(
         "A cache in host memory",
-        ("hata-off",),
+        ("hata", "hata-off"),
         "hata with keys and values in host memory (`hata_off`), one row, 1.56 % of the context "
         "read, random weights, over dense decoding with the cache on the GPU. *moved*: rows over "
         "the bus, of those that are read; *bus*: fetching them alone.",
@@ -137,7 +136,6 @@ QUESTIONS = (
         "the time to read its bytes at the read ceiling. The largest case of each model, and the "
         "worst of all.",
         systems.steps,
-        has_picture=True,
     ),
     Question(
         "An iteration and its parts",
@@ -145,7 +143,6 @@ QUESTIONS = (
         "Random weights; milliseconds of a draft of gamma tokens and its verification, of the "
         "two parts, and of a plain step. *selecting adds*: to the rest of the iteration.",
         systems.iterations,
-        has_picture=True,
     ),
     Question(
         "Throughput with imposed acceptance",
@@ -154,7 +151,6 @@ QUESTIONS = (
         "tokens that it commits are imposed**, by the acceptance that Yue et al. 2026 state for "
         "LongBench-v2. No answer was read.",
         systems.imposed,
-        has_picture=True,
     ),
     Question(
         "Serving",

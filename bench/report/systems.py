@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from bench import acceptance, breakdown, families, hata_off, parity, ruler, serving, throughput
+from bench import acceptance, breakdown, families, parity, ruler, serving, throughput
 from bench.cases import kilo
 from bench.decode import drafting, lossy
 from bench.decode.tables import ms, of_kind
-from bench.layer import tables
 from bench.point import Row, spread
+from bench.report import layers
 from bench.report.runs import Run
 from bench.report.text import case_words, merged, microseconds, ratio, table
 from bench.table import number
@@ -37,11 +37,11 @@ def policies(runs: Sequence[Run]) -> str:
     case stands."""
     rows: dict[tuple[str, str], Line] = {}
     for run in runs:
-        layers = tables.groups(run.result["rows"]) if run.suite == "hata-layer" else []
-        for group in filter(lambda group: group.fastest and "hata" in group.policies, layers):
+        groups = layers.groups(run.result["rows"]) if run.suite in ("hata", "hata-layer") else []
+        for group in filter(lambda group: group.fastest and "hata" in group.policies, groups):
             assert group.fastest is not None
             name, time = group.fastest
-            words = f"layer, {case_words({key: group.case[key] for key in tables.CASE}, ())}"
+            words = f"layer, {case_words({key: group.case[key] for key in layers.CASE}, ())}"
             dense = f"{number(time)} us ({name})"
             hata = f"{number(microseconds(group.policies['hata']))} us"
             speeds = [ratio(group.speedup(policy)) for policy in POLICIES]
@@ -63,16 +63,18 @@ def policies(runs: Sequence[Run]) -> str:
 
 def in_host_memory(runs: Sequence[Run]) -> str:
     rows: list[Line] = []
-    columns = ("step ms", "of dense", "moved", "bus ms", "device GB", "host GB")
     for run in runs:
-        for row in run.result["rows"]:
-            if row["checked"] and row["name"] == "hata_off":
-                cells = hata_off.cells(row, hata_off.beside(run.result, row))
-                step, speed, *rest = chosen(hata_off.HEADINGS, cells, columns)
-                at = (run.card, row["case"]["model"], kilo(row["case"]["context"]))
-                rows.append((*at, step, slower(speed), *rest))
-    headings = ("card", "model", "context", "step ms", "speed over dense", *columns[2:])
-    return table(headings, merged(rows, columns=3), left=3)
+        for row, step, dense in layers.host_steps(run.result["rows"]):
+            cells = (
+                *(run.card, row["case"]["model"], kilo(layers.context_of(row))),
+                *(f"{step:.2f}", "" if dense is None else ratio(dense / step)),
+                f"{row['moved']:.0%}" if "moved" in row else "",
+                f"{statistics.median(row['bus_ns']) / 1e6:.2f}",
+                *(f"{row[key] / 1e9:.2f}" for key in ("device_bytes", "host_bytes")),
+            )
+            rows.append(cells)
+    headings = ("card", "model", "context", "step ms", "speed over dense", "moved", "bus ms")
+    return table((*headings, "device GB", "host GB"), merged(rows, columns=3), left=3)
 
 
 def quality(runs: Sequence[Run]) -> str:

@@ -1,9 +1,13 @@
-"""Rivals of attention over a dense cache: cuDNN, PyTorch, FlashAttention-3 and FlashInfer."""
+"""Rivals of attention over a cache or a selection of it.
+
+cuDNN, PyTorch, FlashAttention-3 and FlashInfer. A selection is read as pages of one token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +16,19 @@ import numpy as np
 from bench.caches import Inputs
 from bench.program import Absent, Program
 from bench.rivals import flash
-from bench.rivals.common import Check, each, module, program
-from bench.settings import Settings
+from bench.rivals.common import Check, Maker, module, program
 from jspec.typing import Array
 
+if TYPE_CHECKING:
+    from bench.attention import Selected
+
 NAMES = ("cudnn", "torch", *flash.NAMES)
+GATHERED = flash.NAMES
 PAGE = 64  # slots of a page in FlashInfer's view of the cache
 NEVER = -1e9  # the bias of a key that a query must not read
 
 
-def attention(inputs: Inputs, check: Check, settings: Settings) -> list[Program | Absent]:
+def attention(inputs: Inputs, check: Check) -> Mapping[str, Maker]:
     """All rivals of attention; none copies the cache."""
     arrays = (inputs.q, inputs.k, inputs.v)
 
@@ -34,7 +41,7 @@ def attention(inputs: Inputs, check: Check, settings: Settings) -> list[Program 
         pages = flash.Pages((count, PAGE, kv_heads, size), table)
         return flash.flashinfer(name, arrays, inputs.lengths, check, pages=pages)
 
-    makers = {
+    return {
         "cudnn": lambda name: _cudnn(name, inputs, check),
         "torch": lambda name: _torch(name, inputs, check),
         "fa3": lambda name: flash.fa3(name, arrays, inputs.lengths, check),
@@ -42,7 +49,53 @@ def attention(inputs: Inputs, check: Check, settings: Settings) -> list[Program 
         "flashinfer": paged,
         "flashinfer_fa3": paged,
     }
-    return each(makers, settings)
+
+
+def gathered_attention(data: Selected, check: Check) -> Mapping[str, Maker]:
+    """All rivals of attention over a selection; page tables are made beforehand."""
+    arrays, pages, restore = paged_selection(data)
+    rows, count = pages.table.shape
+    lengths = np.full(rows, count, np.int32)
+
+    def is_right(out: Any) -> bool:
+        return check(restore(np.asarray(out, np.float32)))
+
+    makers = {"fa3": flash.fa3, "fa3_jax": flash.fa3_jax}
+    makers |= dict.fromkeys(("flashinfer", "flashinfer_fa3"), flash.flashinfer)
+    return {
+        name: lambda name, make=make: make(name, arrays, lengths, is_right, pages=pages)
+        for name, make in makers.items()
+    }
+
+
+def paged_selection(
+    data: Selected,
+) -> tuple[flash.Arrays, flash.Pages, Callable[[np.ndarray], np.ndarray]]:
+    """Queries, keys and values, the cache as pages of one token, and a function that restores the
+    output shape ``[B, T, N, H]``.
+
+    Where each KV head has its own selection, each is a row of its own, with pages of one head.
+    """
+    batch, slots, kv_heads, size = data.k.shape
+    tokens, query_heads = data.q.shape[1:3]
+    selected, tail = np.asarray(data.selected), np.asarray(data.tail)
+    if selected.ndim == 2:
+        table = np.concatenate([selected, tail], axis=1) + np.arange(batch)[:, None] * slots
+        pages = flash.Pages((batch * slots, 1, kv_heads, size), table.astype(np.int32))
+        return (data.q, data.k, data.v), pages, lambda out: out
+    tails = np.broadcast_to(tail[:, None], (batch, kv_heads, tokens))
+    rows = np.arange(batch)[:, None, None] * slots + np.concatenate([selected, tails], axis=2)
+    table = rows * kv_heads + np.arange(kv_heads)[None, :, None]
+    table = table.reshape(batch * kv_heads, -1).astype(np.int32)
+    group = query_heads // kv_heads
+    q = jnp.swapaxes(data.q.reshape(batch, tokens, kv_heads, group, size), 1, 2)
+    q = q.reshape(batch * kv_heads, tokens, group, size)
+
+    def restore(out: np.ndarray) -> np.ndarray:
+        parts = out.reshape(batch, kv_heads, tokens, group, size)
+        return np.swapaxes(parts, 1, 2).reshape(batch, tokens, query_heads, size)
+
+    return (q, data.k, data.v), flash.Pages((batch * slots * kv_heads, 1, 1, size), table), restore
 
 
 def _cudnn(name: str, inputs: Inputs, check: Check) -> Program | Absent:

@@ -76,7 +76,3 @@ def tensor(x: np.ndarray) -> Any:
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).to(where).view(torch.bfloat16)
     return torch.from_numpy(x).to(where)
-
-
-def equals(expected: np.ndarray) -> Check:
-    return lambda out: np.array_equal(out.cpu().numpy(), expected)

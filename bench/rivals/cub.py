@@ -12,8 +12,7 @@ import ctypes
 import functools
 import re
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.program import Absent, Program, Source, bound, compile_all, failure, shapes
-from bench.settings import Settings
+from bench.program import Absent, Program, Source, bound, compile_all, shapes
 from jspec.cuda_ffi import toolchain
 from jspec.cuda_ffi.errors import BuildError
 from jspec.gpu import gpu_in_use, refuses_gpu
@@ -37,25 +35,13 @@ HOPPER = (9, 0)  # the least compute capability with clusters
 TYPES = {"float32": "float", "bfloat16": "__nv_bfloat16", "int32": "int"}
 
 
-def cub(
-    scores: np.ndarray, k: int, checks: Mapping[str, Callable[[Any], bool]], settings: Settings
-) -> list[Program | Absent]:
-    """The calls that the settings select; ``checks`` of their slots by call name."""
-    array = jnp.asarray(scores)
-    names = [name for name in NAMES if settings.wants(name)]
-    with ThreadPoolExecutor() as pool:  # each runs a compiler
-        by_name = pool.map(functools.partial(_source, scores=array, k=k), names)
-    programs = compile_all("cub", dict(zip(names, by_name, strict=True)))
-    return [bound(name, program, (array,), checks[name]) for name, program in programs.items()]
-
-
-def _source(name: str, scores: Array, k: int) -> Source | Absent:
+def cub(name: str, scores: np.ndarray, k: int, check: Callable[[Any], bool]) -> Program | Absent:
+    """The call ``name`` for scores ``[rows, n]``; ``check`` of its slots ``[rows, k]``."""
     if reason := refusal():
         return Absent(name, reason)
-    try:
-        return Source(call(name, scores.dtype.name, *scores.shape, k), shapes((scores,)))
-    except Exception as error:
-        return failure(name, error)
+    array = jnp.asarray(scores)
+    source = Source(call(name, array.dtype.name, *scores.shape, k), shapes((array,)))
+    return bound(name, compile_all(name, {name: source})[name], (array,), check)
 
 
 def refusal() -> str | None:

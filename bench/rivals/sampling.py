@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from bench import workload
 from bench.program import Absent, Program
-from bench.rivals.common import each, module, program, tensor
-from bench.settings import Settings
+from bench.rivals.common import Maker, module, program, tensor
 
 NAMES = ("torch", "flashinfer")
 
 
-def sampling(
-    logits: workload.Logits, uniforms: np.ndarray, settings: Settings
-) -> list[Program | Absent]:
+def sampling(logits: workload.Logits, uniforms: np.ndarray) -> Mapping[str, Maker]:
     """Softmax and rejection in eager PyTorch, and FlashInfer's chain sampling with its softmax."""
     gamma = logits.draft.shape[1]
 
@@ -58,7 +56,7 @@ def sampling(
 
         return program(name, call, check)
 
-    return each({"torch": eager, "flashinfer": chain}, settings)
+    return {"torch": eager, "flashinfer": chain}
 
 
 def rejected(draft: Any, target: Any, draft_logits: Any, u: Any) -> tuple[Any, Any]:

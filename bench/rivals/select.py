@@ -1,29 +1,32 @@
-"""Rivals of selection: the top-k of PyTorch, of FlashInfer and of CUB, which do not sort it.
+"""Rivals of selection: the top-k of JAX, PyTorch, FlashInfer and CUB; only JAX sorts it.
 
 FlashInfer's result is deterministic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from bench.program import Absent, Program
+from bench.program import Absent, Program, Source, bound, compile_all, shapes
 from bench.rivals import cub
-from bench.rivals.common import each, module, program, tensor
-from bench.settings import Settings
+from bench.rivals.common import Maker, module, program, tensor
 
-NAMES = ("torch", "flashinfer", *cub.NAMES)
+NAMES = ("lax.top_k", "torch", "flashinfer", *cub.NAMES)
 
 
-def select(scores: np.ndarray, want: np.ndarray, settings: Settings) -> list[Program | Absent]:
-    """All rivals of selection. ``want``: the slots of a stable sort, ascending."""
-    as_float32, k = scores.astype(np.float32), want.shape[1]
-    highest = np.sort(np.take_along_axis(as_float32, want, axis=1), axis=1)
+def select(scores: np.ndarray, expected: np.ndarray) -> Mapping[str, Maker]:
+    """All rivals of selection. ``expected``: the slots of a stable sort, ascending."""
+    as_float32, k = scores.astype(np.float32), expected.shape[1]
+    highest = np.sort(np.take_along_axis(as_float32, expected, axis=1), axis=1)
 
     def stable(slots: Any) -> bool:
-        return np.array_equal(np.sort(slots, axis=1), want)
+        return np.array_equal(np.sort(slots, axis=1), expected)
 
     def right(slots: Any) -> bool:
         """Whether ``slots`` are k distinct slots with the highest scores; ties may differ."""
@@ -44,6 +47,12 @@ def select(scores: np.ndarray, want: np.ndarray, settings: Settings) -> list[Pro
         array, library = tensor(scores), module("flashinfer")
         return program(name, lambda: library.top_k(array, k, deterministic=True)[1], of_tensor)
 
+    def top_k(name: str) -> Program | Absent:
+        """`jax.lax.top_k`, whose slots are in the order of their scores."""
+        array = jnp.asarray(scores)
+        source = Source(lambda x: jax.lax.top_k(x, k)[1], shapes((array,)))
+        return bound(name, compile_all(name, {name: source})[name], (array,), stable)
+
     checks = dict.fromkeys(cub.NAMES, right) | {"cub_stable": stable}
-    programs = each({"torch": torch, "flashinfer": flashinfer}, settings)
-    return programs + cub.cub(scores, k, checks, settings)
+    of_cub = {name: partial(cub.cub, scores=scores, k=k, check=checks[name]) for name in checks}
+    return {"lax.top_k": top_k, "torch": torch, "flashinfer": flashinfer} | of_cub

@@ -6,40 +6,22 @@ import json
 import signal
 import threading
 
-import jax.numpy as jnp
 import pytest
 
 import bench.__main__ as command
-from bench import attention, decoding, fused, gather, layer, pack, sampling, table, verify
+from bench import decoding, point, table, verify
 from bench.__main__ import COMMANDS, SUITES, main
-from jspec.dispatch import Backend, always
-from jspec.ops.verify import VERIFY_GREEDY, greedy_xla
+from bench.suite import suite_of
+from jspec.dispatch import Backend
+from jspec.ops.verify import VERIFY_GREEDY
 
-SMALL = {verify: [(2, 8, 0.6), (3, 40, 0.3)], pack: [(2, 8, 16)], fused: [(2, 8, 16)]}
+SMALL = ["--case", "B=2,gamma=8,alpha=0.6", "--case", "B=3,gamma=40,alpha=0.3"]
+XLA = ["verify", *SMALL, "--backend", "xla"]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    for suite, cases in SMALL.items():
-        monkeypatch.setattr(suite, "grid", lambda settings, cases=cases: cases)
-    monkeypatch.setattr(sampling, "grid", lambda settings: [(2, 300, "logits")])
-    text = "B=2,S=96,heads=4/2,H=16,T=3"
-    of_hata = "B=2,S=256,heads=4/2,H=16,n=96,R=32,channels=4"
-    for suite, case in ((attention, text), (gather, f"{text},n=20"), (layer, of_hata)):
-        found = [suite.case(case)]
-        monkeypatch.setattr(suite, "grid", lambda settings, cases=found: cases)
+def small_ceilings(monkeypatch):
     monkeypatch.setattr("bench.ceilings.SMALL", 2**16)
-
-
-def add(monkeypatch, name: str, change, reason: str | None = None) -> None:
-    """Another backend of greedy verification: the reference with its outputs changed."""
-    backend = Backend(name, lambda *arguments: change(greedy_xla(*arguments)), lambda *a: reason)
-    backends = {"xla": Backend("xla", greedy_xla, always), name: backend}
-    operation = dataclasses.replace(VERIFY_GREEDY, backends=backends)
-    for module in (verify, fused):
-        monkeypatch.setattr(module, "VERIFY_GREEDY", operation)
-    suite = dataclasses.replace(SUITES["verify"], operations=(operation,))
-    monkeypatch.setitem(SUITES, "verify", suite)
 
 
 def test_list_names_every_suite(capsys):
@@ -57,98 +39,36 @@ def test_env_is_json(capsys):
     assert json.loads(capsys.readouterr().out)["platform"] == "cpu"
 
 
-# The suites of whole steps, of training, of parts and of drafts have other options and clocks.
-OWN_CLOCKS = (
-    *("hash-training", "hash-losses", "hash-bits", "hata-off", "hata-ablation", "hata-e2e"),
-    *(
-        "ruler",
-        "step",
-        "auto",
-        "parity",
-        "decode",
-        "collect",
-        "vegas-accept",
-        "vegas-overlap",
-        "real",
-    ),
-    *("vegas-breakdown", "throughput", "families", "serving", "collectives", "helix-attention"),
-    *("hopb", "helix-step"),
-)
-
-
-@pytest.mark.parametrize("suite", [name for name in SUITES if name not in OWN_CLOCKS])
-def test_a_suite_checks_times_prints_and_writes(suite, capsys, tmp_path):
-    path = tmp_path / "deep" / "result.json"
-    only = [] if suite == "ceilings" else ["--backend", "xla"]
-    assert main([suite, "--quick", *only, "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert "xla" in out
-    assert "no device clock" in out
-    assert max(map(len, out.splitlines())) <= 100
-    result = json.loads(path.read_text())
-    assert (result["suite"], result["quick"]) == (suite, True)
-    assert all(row["checked"] and len(row["wall_ns"]) >= 10 for row in result["rows"])
-    assert {row["name"] for row in result["rows"]} <= {"xla", "xla+xla"}
-
-
-def test_a_wrong_backend_is_named_not_timed_and_fails_the_run(monkeypatch, capsys, tmp_path):
-    add(monkeypatch, "wrong", lambda out: (out[0] + 1, *out[1:]))
-    path = tmp_path / "result.json"
-    assert main(["verify", "--quick", "--json", str(path)]) == 1
-    assert "wrong: its output is wrong" in capsys.readouterr().out
-    rows = json.loads(path.read_text())["rows"]
-    wrong = [row for row in rows if row["name"] == "wrong"]
-    assert wrong
-    assert all(row["checked"] is False and "wall_ns" not in row for row in wrong)
-    assert any(row["name"] == "xla" and row["wall_ns"] for row in rows)
-
-
-@pytest.mark.parametrize("field", range(6))
-def test_every_field_is_checked(monkeypatch, field):
-    def change(out):
-        changed = ~out[field] if out[field].dtype == bool else out[field] + 1
-        return (*out[:field], changed, *out[field + 1 :])
-
-    add(monkeypatch, "wrong", change)
-    assert main(["verify", "--quick", "--backend", "wrong"]) == 1
-
-
-def test_a_wrong_row_is_found_in_packing(monkeypatch):
-    def run(kv, accepted):
-        packed, *rest = right.run(kv, accepted)
-        return packed.at[0, 0].add(jnp.float16(1)), *rest
-
-    right = pack.PACK.backend("xla")
-    wrong = {"wrong": Backend("wrong", run, always)}
-    operation = dataclasses.replace(pack.PACK, backends=wrong | dict(pack.PACK.backends))
-    monkeypatch.setattr(pack, "PACK", operation)
-    monkeypatch.setitem(SUITES, "pack", dataclasses.replace(pack.SUITE, operations=(operation,)))
-    assert main(["pack", "--quick", "--backend", "wrong"]) == 1
-
-
 def test_a_backend_that_raises_fails_the_run_and_a_refusal_does_not(monkeypatch, capsys):
-    def broken(out):
+    def broken(*arguments):
         raise TypeError("not today")
 
-    add(monkeypatch, "broken", broken)
-    assert main(["verify", "--quick"]) == 1
-    assert "broken: failed: TypeError: not today" in capsys.readouterr().out
-    add(monkeypatch, "broken", broken, "needs sm_90")
-    assert main(["verify", "--quick"]) == 0
-    out = capsys.readouterr().out
+    def run(reason):
+        broken_backend = Backend("broken", broken, lambda *arguments: reason)
+        backends = {"xla": VERIFY_GREEDY.backend("xla"), "broken": broken_backend}
+        operation = dataclasses.replace(VERIFY_GREEDY, backends=backends)
+        suite = suite_of("verify", "", dataclasses.replace(verify.GREEDY, operation=operation))
+        monkeypatch.setitem(SUITES, "verify", suite)
+        return main(["verify", *SMALL]), capsys.readouterr().out
+
+    code, out = run(None)
+    assert code == 1
+    assert "broken: failed: TypeError: not today" in out
+    code, out = run("needs sm_90")
+    assert code == 0
     assert out.count("broken: needs sm_90") == out.count("broken [") == 1
 
 
 def test_without_the_check_no_speed_is_shown_or_written(capsys, tmp_path):
     path = tmp_path / "result.json"
-    assert main(["verify", "--quick", "--backend", "xla", "--no-check", "--json", str(path)]) == 0
+    assert main([*XLA, "--no-check", "--json", str(path)]) == 0
     assert "not checked, so not timed" in capsys.readouterr().out
     assert not any(key.endswith("_ns") for r in json.loads(path.read_text())["rows"] for key in r)
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=("raised", "lost"))
 def test_an_interrupted_run_keeps_what_it_measured(monkeypatch, capsys, tmp_path, lost):
-    measure, calls = verify.point.measure, []
+    measure, calls = point.measure, []
 
     def interrupted(*arguments, **settings):
         calls.append(arguments)
@@ -159,9 +79,9 @@ def test_an_interrupted_run_keeps_what_it_measured(monkeypatch, capsys, tmp_path
         return measure(*arguments, **settings)
 
     monkeypatch.setattr(command, "_INTERRUPTED", threading.Event())
-    monkeypatch.setattr(verify.point, "measure", interrupted)
+    monkeypatch.setattr(point, "measure", interrupted)
     path = tmp_path / "result.json"
-    assert main(["verify", "--quick", "--backend", "xla", "--json", str(path)]) == 130
+    assert main([*XLA, "--json", str(path)]) == 130
     assert "interrupted: verify has only" in capsys.readouterr().out
     result = json.loads(path.read_text())
     assert result["interrupted"]
@@ -202,7 +122,7 @@ def test_signals_that_come_together_count_as_one(monkeypatch):
 
 
 def test_an_error_costs_no_row_before_it(monkeypatch, tmp_path):
-    measure, calls = verify.point.measure, []
+    measure, calls = point.measure, []
 
     def broken(*arguments, **settings):
         calls.append(arguments)
@@ -210,10 +130,10 @@ def test_an_error_costs_no_row_before_it(monkeypatch, tmp_path):
             raise RuntimeError("broken")
         return measure(*arguments, **settings)
 
-    monkeypatch.setattr(verify.point, "measure", broken)
+    monkeypatch.setattr(point, "measure", broken)
     path = tmp_path / "result.json"
     with pytest.raises(RuntimeError, match="broken"):
-        main(["verify", "--quick", "--backend", "xla", "--json", str(path)])
+        main([*XLA, "--json", str(path)])
     result = json.loads(path.read_text())
     assert result["interrupted"]
     assert [row["case"]["B"] for row in result["rows"]] == [2]
@@ -229,9 +149,8 @@ def test_an_unknown_backend_lists_the_known_ones(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ceilings", "--backend", "xla"], "--backend does not apply to ceilings"),
         (["verify", "--compare", "no/such.json"], "--compare cannot read no/such.json"),
-        (["all", "--compare", "no/such"], "--compare cannot read no/such/ceilings.json"),
+        (["all", "--compare", "no/such"], "--compare cannot read no/such/verify.json"),
         (["verify", "--compare", "text"], "--compare cannot read text"),
         (["verify", "--compare", "list"], "--compare list is no result of verify"),
         (["verify", "--compare", "bare"], "--compare bare is no result of verify: KeyError"),
@@ -239,7 +158,7 @@ def test_an_unknown_backend_lists_the_known_ones(capsys):
         (["step", "--compare", "rows"], "is a result of 'verify', not of 'step'"),
         (["step", "--compare", "step"], "--compare step is no result of step: KeyError"),
         (["verify", "--json", "folder"], "--json cannot write folder: "),
-        (["all", "--json", "text"], "--json cannot write text/ceilings.json: "),
+        (["all", "--json", "text"], "--json cannot write text/verify.json: "),
         (["verify", "--json", "text/deeper.json"], "--json cannot write text/deeper.json: "),
         (["verify", "--plot", "text"], "--plot cannot write text/figure: "),
     ],
@@ -290,7 +209,8 @@ def test_a_table_fits_the_terminal_and_explains_its_ratios(
     ]
     rows[1] |= {"device_ns": [2 * 10**5], "chosen": True}
     monkeypatch.setenv("COLUMNS", str(columns))
-    table.show({"suite": "verify", "rows": rows, "machine": {"device": "x"}}, list(case))
+    rows.append(rows[0] | {"case": case | {"B": 1}})
+    table.show({"suite": "verify", "rows": rows, "machine": {"device": "x"}})
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(lines)
@@ -308,7 +228,7 @@ def test_decoding_is_compared_by_the_time_of_a_step():
 
 def test_compare_gives_the_ratio_of_each_row(capsys, tmp_path):
     path = tmp_path / "result.json"
-    arguments = ["verify", "--quick", "--backend", "xla"]
+    arguments = XLA
     assert main([*arguments, "--json", str(path)]) == 0
     earlier = json.loads(path.read_text())
     for row in earlier["rows"]:

@@ -1,17 +1,14 @@
 """The clocks: what each counts, with a recorder in the place of CUPTI."""
 
-from functools import partial
-
 import jax
 import numpy as np
 import pytest
 
-from bench import ceilings, clocks, point, sampling, verify, workload
+from bench import ceilings, clocks, point, verify, workload
 from bench.clocks import DeviceClock
 from bench.program import Program, Source, compile_all, shapes, sources
 from bench.settings import Settings
 from jspec.dispatch import BackendError
-from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 
 
@@ -113,27 +110,6 @@ def test_a_loop_repeats_the_verification_and_feeds_it_its_own_accepted_counts():
         np.testing.assert_array_equal(outputs[0], tokens.accepted)
 
 
-def test_a_loop_draws_each_step_at_the_positions_that_the_one_before_drew(monkeypatch):
-    monkeypatch.setattr(clocks, "LENGTHS", (6, 12))
-    monkeypatch.setattr(clocks, "UNROLL", 2)
-    _, arguments = sampling._inputs((3, 40, "one-hot"))
-    seen = []
-
-    def counting(*arguments):
-        jax.debug.callback(lambda x: seen.append(x.tolist()), arguments[5])
-        return VERIFY_STOCHASTIC(*arguments, **sampling.STATIC)
-
-    loop = clocks.loops(Source(counting, shapes(arguments)), sampling.FEED)[0]
-    jax.jit(loop.function)(*arguments)
-    jax.effects_barrier()
-    drawn = jax.jit(partial(VERIFY_STOCHASTIC, **sampling.STATIC))
-    expected = [arguments[5]]
-    for _ in range(clocks.LENGTHS[0]):
-        expected.append(drawn(*arguments[:5], expected[-1], *arguments[6:])[3])
-    assert seen == [x.tolist() for x in expected]
-    assert len(set(map(tuple, seen))) > 1
-
-
 def test_step_time_is_the_difference_of_two_loops(monkeypatch):
     now = [0]
     monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: now[0])
@@ -152,14 +128,14 @@ def test_step_time_is_the_difference_of_two_loops(monkeypatch):
 def test_the_step_clock_times_each_backend_that_was_right_once(monkeypatch, checked):
     monkeypatch.setattr(clocks, "LENGTHS", (2, 4))
     arguments = tuple(map(jax.device_put, workload.make_tokens(2, 4, 0.5).inputs))
-    settings = Settings(only=("xla",), quick=True)
+    by_backend = sources(VERIFY_GREEDY, shapes(arguments), Settings(only=("xla",)))
     rows = [
         point.row("verify_greedy", {"l2": l2}, name, checked=checked)
         for l2, name in [("warm", "xla"), ("cold", "xla"), ("warm", "torch")]
     ]
-    clocks.StepClock(settings).add(rows, VERIFY_GREEDY, arguments, verify.FEED)
+    clocks.add_steps(rows, by_backend, arguments, verify.FEED, repeats=7)
     counts = [len(row.get("step_ns", ())) for row in rows]
-    assert counts == ([settings.repeats, 0, 0] if checked else [0, 0, 0])
+    assert counts == ([7, 0, 0] if checked else [0, 0, 0])
 
 
 def test_spread_is_in_microseconds():

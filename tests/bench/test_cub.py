@@ -9,7 +9,7 @@ import pytest
 
 from bench import select as suite
 from bench.program import Absent, Program
-from bench.rivals import cub, select
+from bench.rivals import common, cub, select
 from bench.settings import Settings
 from jspec.cuda_ffi import toolchain
 from jspec.cuda_ffi.errors import BuildError
@@ -19,7 +19,8 @@ HOPPER = ("NVIDIA H200", (9, 0))
 
 def make(scores, k):
     """CUB's rivals by name."""
-    found = select.select(scores, suite.expected(scores, k), Settings(only=cub.NAMES))
+    makers = select.select(scores, suite.stable_slots(scores, k))
+    found = common.each(makers, Settings(only=cub.NAMES))
     assert [rival.name for rival in found] == list(cub.NAMES)
     return {rival.name: rival for rival in found}
 
@@ -144,9 +145,3 @@ def test_cub_compiles(tmp_path):
         assert run.returncode == 0, run.stderr
         kernels = re.findall(rb"device_batched_topk_kernel|DeviceTopK\w*Kernel", path.read_bytes())
         assert kernels, name
-
-
-@pytest.mark.parametrize("text", ["k=9,n=8", "scores=float64", "S=4"])
-def test_a_case_that_is_none_is_told(text):
-    with pytest.raises(ValueError, match="must be"):
-        suite.case(text)

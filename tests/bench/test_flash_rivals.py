@@ -8,20 +8,23 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from bench import attention as dense
-from bench import caches, gather
+from bench import attention as suite
+from bench import caches
+from bench.__main__ import SUITES
 from bench.program import Absent, Program
 from bench.rivals import attention, flash
-from bench.rivals import gather as selection
-from bench.settings import Settings
-from tests.bench.test_attention import check_of
+
+
+def case(text):
+    return SUITES["attention"].case(text)[1]
+
 
 SHAPE = "B=2,S=64,heads=4/2,H=128"
 CASES = {
-    "one-token": dense.case(SHAPE),
-    "ragged": dense.case(f"{SHAPE},T=3,lengths=ragged"),
-    "shared": gather.case(f"{SHAPE},n=20,T=3"),
-    "per-head": gather.case(f"{SHAPE},n=20,T=3,indices=per-head"),
+    "one-token": case(SHAPE),
+    "ragged": case(f"{SHAPE},T=3,lengths=ragged"),
+    "shared": case(f"op=gathered_attention,{SHAPE},n=20,T=3"),
+    "per-head": case(f"op=gathered_attention,{SHAPE},n=20,T=3,indices=per-head"),
 }
 EVERY_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 BUILT = SimpleNamespace(CONFIG={"build_flags": {flash.PAGED_OFF: False}})
@@ -45,12 +48,10 @@ def rival(name, case):
     if "lengths" in case:
         data = caches.dense(case)
         check = caches.Check.of(data.q, data.k, data.v, data.positions + 1)
-        made = attention.attention(data, check.output, Settings(only=(name,)))
-    else:
-        data = gather.inputs(case)
-        made = selection.gather(data, check_of(case, data).output, Settings(only=(name,)))
-    assert [x.name for x in made] == [name]
-    return made[0]
+        return attention.attention(data, check.output)[name](name)
+    selected = suite.selected_inputs(case)
+    check = suite.selected_check(selected)
+    return attention.gathered_attention(selected, check.output)[name](name)
 
 
 @EVERY_CASE

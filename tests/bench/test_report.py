@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from bench import attention, gather, layer, regret, report
+from bench import regret, report
+from bench.__main__ import SUITES
 from bench.report import figures
 
 MACHINE = {
@@ -23,6 +24,10 @@ def row(operation, case, name, microseconds, **rest):
     clocks = {"device_ns": samples, "wall_ns": [10 * ns for ns in samples], "kernels": 1}
     own = {"operation": operation, "case": case, "name": name, "checked": True}
     return own | {"backend": "torch" not in name, "chosen": False, "bytes": None} | clocks | rest
+
+
+def case_of(suite, text):
+    return SUITES[suite].case(text)[1]
 
 
 def verify_rows():
@@ -91,11 +96,11 @@ def attention_rows():
     """100 MB in 100 us at 32K, 125 with ten tokens at 128K, and 50 at 64K, where FlashInfer takes
     200; one row of 8K takes 100, and FlashAttention-3 40."""
     for slots, tokens in ((32768, 1), (131072, 10), (65536, 1)):
-        case = attention.case(f"B=4,S={slots},T={tokens}") | {"l2": "cold"}
+        case = case_of("attention", f"B=4,S={slots},T={tokens}") | {"l2": "cold"}
         ours = 125.0 if tokens == 10 else 50.0 if slots == 65536 else 100.0
         yield row("attention", case, "triton", ours, bytes=10**8, chosen=True)
         yield row("attention", case, "flashinfer", 200.0, bytes=10**8, backend=False)
-    case = attention.case("B=1,S=8K,T=1") | {"l2": "cold"}
+    case = case_of("attention", "B=1,S=8K,T=1") | {"l2": "cold"}
     yield row("attention", case, "triton", 100.0, bytes=10**8, chosen=True)
     yield row("attention", case, "fa3", 40.0, bytes=10**8, backend=False)
     absent = {"operation": "attention", "case": case, "name": "cudnn", "checked": None}
@@ -103,9 +108,8 @@ def attention_rows():
 
 
 def gather_rows():
-    for part, microseconds in (("gather", 100.0), ("copy", 90.0), ("read", 80.0)):
-        case = gather.DEFAULT | {"part": part, "l2": "cold"}
-        yield row(gather.OPERATIONS[part], case, "xla", microseconds, bytes=10**8, chosen=True)
+    case = case_of("attention", "op=gathered_attention") | {"l2": "cold"}
+    yield row("gathered_attention", case, "xla", 100.0, bytes=10**8, chosen=True)
 
 
 def select_rows():
@@ -116,7 +120,7 @@ def select_rows():
 
 def layer_rows():
     """FlashAttention-3 takes 1 ms, HATA 50 us, Quest 100, Loki 150."""
-    case = layer.case("B=8,S=32K") | {"l2": "cold"}
+    case = case_of("hata", "B=8,S=32K") | {"l2": "cold"}
     yield row("attention", case, "fa3", 1000.0, bytes=4 * 10**9)
     for name, time in (("hata", 50.0), ("quest_32", 100.0), ("loki", 150.0)):
         yield row("hata_layer", case, name, time, bytes=10**8)
@@ -275,7 +279,7 @@ def test_no_speed_below_one_is_shown_without_being_called_slower():
 
 
 def test_regret_is_over_points_that_have_both():
-    found = regret.of_fusion(list(fused_rows()))
-    assert found is not None
-    assert (found.points, found.worst) == (16, 1 / 1.6)
+    speed = regret.of_choice(list(fused_rows()), "verify_and_pack")
+    assert speed is not None
+    assert (speed.points, speed.worst) == (16, 1)
     assert regret.of_choice([], "pack") is None

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import attention, gather, tune
+from bench import tune
 from bench.__main__ import main
 from bench.tune import Point, fit, points_of, text
 from jspec import tuned
 from jspec.dispatch import Backend, Operation, always
+from jspec.ops.attention.dense import ATTENTION
 from jspec.tuned import Rule
 from tests.bench.test_report import MACHINE, row
 
@@ -24,7 +25,7 @@ TOY = Operation(
 
 
 def point(batch: int, gamma: int, **ratios: float) -> Point:
-    return Point({"B": batch}, {"batch": batch, "gamma": gamma}, ratios)
+    return Point({"batch": batch, "gamma": gamma}, ratios)
 
 
 def grid(time) -> list[Point]:
@@ -88,8 +89,9 @@ def results(folder: Path, **machine: str) -> Path:
     rows = []
     for batch, gamma in itertools.product((1, 32, 1024), (8, 128)):
         case = {"B": batch, "gamma": gamma, "alpha": 0.9, "l2": "warm"}
-        rows.append(row("verify_greedy", case, "cuda", 1.0 + (batch > 32)))
-        rows.append(row("verify_greedy", case, "pallas", 1.5))
+        sizes = {"sizes": {"batch": batch, "gamma": gamma, "drafted": batch * gamma}}
+        rows.append(row("verify_greedy", case, "cuda", 1.0 + (batch > 32), **sizes))
+        rows.append(row("verify_greedy", case, "pallas", 1.5, **sizes))
         rows.append(row("verify_greedy", case, "torch", 0.1))
     file = {"suite": "verify", "machine": MACHINE | machine, "rows": rows}
     (folder / "verify.json").write_text(json.dumps(file))
@@ -128,7 +130,8 @@ def test_drawing_takes_the_order_of_verifying(tmp_path):
     rows = []
     for batch, name in itertools.product((1, 128), ("cuda", "xla")):
         case = {"B": batch, "V": 32000, "draft": "one-hot", "l2": "warm"}
-        rows.append(row("verify_stochastic", case, name, 1.0 + ((name == "cuda") == (batch > 1))))
+        time = 1.0 + ((name == "cuda") == (batch > 1))
+        rows.append(row("verify_stochastic", case, name, time, sizes={"batch": batch}))
     machine = MACHINE | {"compute_capability": "9.0"}
     file = {"suite": "sampling", "machine": machine, "rows": rows}
     (folder / "sampling.json").write_text(json.dumps(file))
@@ -137,29 +140,6 @@ def test_drawing_takes_the_order_of_verifying(tmp_path):
     tune.tune(folder, path)
     rules = list(tuned.load(path).orders["sample"])
     assert rules == [Rule({"batch": 11}, ["cuda", "xla"]), Rule({}, ["xla"])]
-
-
-@pytest.mark.parametrize("suite", [attention, gather], ids=["attention", "gather"])
-def test_attention_is_ordered_by_the_sizes_of_its_cases(suite, tmp_path):
-    """By `xla` up to four rows, by another backend beyond; what reads a copy has no say."""
-    operation = tune.SUITES[suite.SUITE.name][0]
-    part = {"part": "gather"} if suite is gather else {}
-    rows = []
-    for batch, tokens in itertools.product((1, 4, 16), (1, 10)):
-        case = suite.DEFAULT | {"B": batch, "T": tokens, "l2": "cold"} | part
-        rows.append(row(operation.name, case, "xla", 1.0 + (batch > 4)))
-        rows.append(row(operation.name, case, "fast", 1.5))
-        rows.append(row("compact_read", case, "fast", 0.1))
-    operation = dataclasses.replace(
-        operation, backends={"fast": "no:WHERE", "xla": Backend("xla", print, always)}
-    )
-    points = points_of(rows, operation)
-    assert len(points) == 6
-    assert fit(points, operation) == [Rule({"batch": 8}, ["xla"]), Rule({}, ["fast", "xla"])]
-    names = {"slots"} if suite is attention else {"selected"}
-    assert {"batch", "tokens"} | names <= points[0].sizes.keys()
-    assert points[-1].sizes["batch"] == 16
-    assert points[-1].sizes["tokens"] == 10
 
 
 def test_a_table_that_is_there_keeps_its_blocks(tmp_path):
@@ -202,11 +182,11 @@ def test_an_order_that_costs_less_stays(tmp_path, monkeypatch, capsys):
     path.write_text(text(dataclasses.replace(base, gpu="NVIDIA Test", orders=orders)))
     assert main(["tune", str(results(tmp_path / "r")), "--json", str(path)]) == 0
     assert list(tuned.load(path).orders["verify_greedy"]) == rules
-    assert "what was there costs less, and stays" in capsys.readouterr().out
+    assert "the existing order costs less, and is kept" in capsys.readouterr().out
 
 
 def test_a_folder_without_results_and_one_of_two_gpus_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"has none of verify\.json, pack\.json"):
+    with pytest.raises(ValueError, match="has the sizes of its arguments; measure again by"):
         tune.tune(tmp_path, tmp_path / "x.json")
     folder = results(tmp_path / "r")
     other = json.loads((folder / "verify.json").read_text()) | {"suite": "pack"}
@@ -224,15 +204,8 @@ def test_a_committed_table_is_as_the_command_writes_it(name):
 
 def test_exact_is_for_those_who_ask_for_it():
     rows = [
-        row("attention", {"B": 1, "S": 64, "heads": "4/2", "H": 16, "T": 1}, name, time)
+        row("attention", {"B": 1}, name, time, sizes={"batch": 1})
         for name, time in (("exact", 1.0), ("triton", 2.0), ("xla", 4.0))
     ]
-    (found,) = points_of(rows, attention.ATTENTION)
-    assert found.ratios == {"triton": 1.0, "xla": 2.0}
-
-
-def test_the_points_are_those_of_backends_that_ran(tmp_path):
-    rows = json.loads((results(tmp_path / "r") / "verify.json").read_text())["rows"]
-    points = points_of(rows, tune.VERIFY_GREEDY)
-    assert [p.ratios for p in points[:1]] == [{"cuda": 1.0, "pallas": 1.5}]
-    assert points[0].sizes == {"batch": 1, "gamma": 8, "drafted": 8}
+    (point,) = points_of(rows, ATTENTION)
+    assert point == Point({"batch": 1}, {"triton": 1.0, "xla": 2.0})

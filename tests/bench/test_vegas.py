@@ -1,37 +1,13 @@
 """The suites about drafts that verification guides: their checks, their tables, their sections."""
 
-import json
-
 import numpy as np
 import pytest
 from scipy import stats
 
 import jspec
-from bench import acceptance, attention, caches, collect, overlap
+from bench import acceptance, overlap
 from bench.__main__ import main
 from jspec.decode.draft import named_draft
-from jspec.policies import Vegas
-
-CASE = attention.case("B=2,S=96,heads=4/2,H=16,T=3,lengths=ragged")
-
-
-@pytest.mark.parametrize("weighs", [False, True], ids=["logits", "weights"])
-@pytest.mark.parametrize("which", ["ends", "all"])
-def test_the_scores_that_collect_checks_by(which, weighs):
-    data = caches.dense(CASE)
-    check = caches.Check.of(data.q, data.k, data.v, data.positions + 1)
-    scoring = Vegas(collect=which).scoring(data.positions)
-    got = np.asarray(collect.expected(data.q, data.k[:, :20], check.lse, scoring, weighs))
-    q, k = (np.asarray(x, np.float64) for x in (data.q, data.k[:, :20]))
-    tokens = (0, 2) if which == "ends" else (0, 1, 2)
-    for row, head in np.ndindex(2, 2):
-        logits = np.stack(
-            [k[row, :, head] @ q[row, t, 2 * head + g] / 4 for t in tokens for g in range(2)]
-        )
-        if weighs:
-            lse = [check.lse[row, t, 2 * head + g] for t in tokens for g in range(2)]
-            logits = np.exp(logits - np.array(lse)[:, None])
-        np.testing.assert_allclose(got[row, head], logits.mean(axis=0), rtol=1e-4, atol=1e-5)
 
 
 def test_positions_in_common():
@@ -105,20 +81,6 @@ def test_a_drafter_is_run_by_its_name():
     assert configs["none"].gamma == 0
 
 
-def test_collecting_is_held_against_attention_alone(tmp_path):
-    path = tmp_path / "collect.json"
-    case = "B=1,S=512,heads=4/2,H=16,T=3"
-    assert main(["collect", "--quick", "--case", case, "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    assert all(row["checked"] is True for row in result["rows"])
-    ((found, more),) = collect.over_alone(result)
-    assert found["S"] == 512
-    collects = ("first + bonus", "all tokens")
-    assert set(more) == {f"{kind}, {who}" for kind in ("logits", "weights") for who in collects}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("suite", ["vegas-accept", "vegas-overlap"])
 def test_a_quick_run(suite, capsys):
     assert main([suite, "--quick"]) == 0
     assert capsys.readouterr().out

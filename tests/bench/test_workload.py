@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import sampling, workload
-from bench.program import Absent
+from bench import verify, workload
 from bench.workload import make_kv, make_logits, make_tokens
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 
@@ -70,25 +69,16 @@ def test_about_four_of_five_tokens_stand(one_hot):
 
 @pytest.mark.parametrize("draft", ["one-hot", "logits"])
 def test_the_reference_is_plausible_and_other_outcomes_are_not(draft):
-    logits, arguments = sampling._inputs((64, 3000, draft))
-    outputs = jax.jit(partial(VERIFY_STOCHASTIC, **sampling.STATIC))(*arguments)
+    logits, arguments = verify.stochastic_inputs({"B": 64, "V": 3000, "draft": draft})
+    outputs = jax.jit(partial(VERIFY_STOCHASTIC, **verify.STATIC))(*arguments)
     accepted, following = np.asarray(outputs[0]), np.asarray(outputs[3])
-    uniforms = sampling._uniforms(arguments)
+    uniforms = verify.uniforms_of(arguments)
     assert {0, 5} <= set(accepted.tolist())
     assert workload.plausible(logits, uniforms, accepted, following)
     for change in (-1, 1):
         other = np.clip(accepted + change, 0, 5)
         assert not workload.plausible(logits, uniforms, other, following)
         assert not workload.plausible(logits, uniforms, accepted, (following + change) % 3000)
-
-
-def test_without_a_reference_float64_sums_decide():
-    logits, arguments = sampling._inputs((4, 300, "logits"))
-    uniforms = sampling._uniforms(arguments)
-    outputs = jax.jit(partial(VERIFY_STOCHASTIC, **sampling.STATIC))(*arguments)
-    check = sampling._checks(logits, uniforms, Absent("xla", "failed", failed=True), arguments)
-    assert check(outputs)
-    assert not check((*outputs[:3], (outputs[3] + 7) % 300))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from bench.policies import policies as named
 from bench.policies import scored_bytes
 from jspec.cache import Cache, LinearLayout
 from jspec.config import LayerSpec
-from jspec.dispatch import Backends, preferring
 from jspec.ops.append import QKRope
 from jspec.policies import Dense, Policy
 from jspec.policies.attend import PassState, selected_attend
@@ -95,11 +94,8 @@ def token(case: Mapping[str, Any]) -> Token:
 
 
 @functools.cache
-def program(policy: Policy, backends: Backends = Backends()) -> Callable[..., tuple[Cache, Output]]:
-    """``(policy_params, cache, token) -> cache, output`` of a layer; the cache is to be donated.
-
-    ``backends``: of its operations; the best ones by default.
-    """
+def program(policy: Policy) -> Callable[..., tuple[Cache, Output]]:
+    """``(policy_params, cache, token) -> cache, output`` of a layer; the cache is to be donated."""
 
     def step(policy_params: Any, cache: Cache, token: Token) -> tuple[Cache, Output]:
         q, k, v = token.parts()
@@ -108,8 +104,7 @@ def program(policy: Policy, backends: Backends = Backends()) -> Callable[..., tu
         attend: Any = selected_attend(
             context_len[:, None], context_len, 1, policy=policy, policy_params=policy_params
         )
-        with preferring(backends):
-            out, pass_state = attend(0, q, k, v, PassState(cache), qk_rope=qk_rope)
+        out, pass_state = attend(0, q, k, v, PassState(cache), qk_rope=qk_rope)
         after = with_pages(policy, policy_params, pass_state.cache, context_len, context_len + 1, 1)
         return after, (out, pass_state.chosen)
 

@@ -1,16 +1,16 @@
-"""HATA-off: a decoding step with the cache in host memory, and steps with it on the device.
+"""A decoding step with the cache in host memory, and steps with it on the device.
 
-Table 9's shapes: Llama 2 at 36K tokens, Llama 3.1 at 72K, 1.56 % of them read. Weights, keys and
-values are random. Clock: *step* is the marginal wall time of a jitted chunk of steps in a
-sequence of chunks, divided by its steps. *bus*: wall time of a call that fetches the rows that all
-layers of a step read, and does nothing else. Variants of `hata_off` leave out prediction or reuse.
+The shapes of table 9 of HATA (arXiv 2506.02572): Llama 2 at 36K tokens, Llama 3.1 at 72K, 1.56 % of
+them read. Weights, keys and values are random. Clock: *step* is the marginal wall time of a jitted
+chunk of steps in a sequence of chunks, over its steps. *bus*: wall time of a call that fetches the
+rows that all layers of a step read, and does nothing else. Variants of `hata_off` leave out
+prediction or reuse.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,31 +18,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 
-from bench import cases, clocks, point
+from bench import clocks, point
+from bench.cases import Case
 from bench.decode.catalogue import MODELS
 from bench.decode.check import LAYERS, TOLERANCE, Check
 from bench.decode.shapes import random_model
 from bench.decode.states import Blueprint
-from bench.host_rows import ROW_SOURCES, row_sources
 from bench.program import failure
-from bench.settings import Settings, bar, console
-from bench.suite import Suite
+from bench.settings import Settings, bar
+from bench.suite import Benchmark
 from jspec import host
 from jspec.config import ModelConfig
 from jspec.decode.draft import NoDraft
-from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import decode_chunk
 from jspec.dispatch import Backends
-from jspec.eval.ruler import training_document
-from jspec.models.bundled import bundled_path, load_bundled
 from jspec.models.decoder import Decoder
 from jspec.ops.host_rows import fetch_rows
 from jspec.policies import Dense, Hata, HataOff, Policy
-from jspec.policies.hata import with_hashes
 from jspec.policies.policy import columns_of
 
 BUDGET = 0.0156
@@ -61,25 +56,7 @@ SMALL = ModelConfig.uniform(
     head_size=16,
     max_context=1024,
 )
-DEFAULT: cases.Case = {"model": "llama-2-7b", "S": 36 * 1024}
-DRAWN = {"small": SMALL} | {name: MODELS[name] for name in ("llama-2-7b", "llama-3.1-8b")}
-CHOICES = {"model": (*DRAWN, "bundled")}
-DEFAULT_CASES = ("model=llama-2-7b,S=36K", "model=llama-3.1-8b,S=72K", "model=bundled,S=16K")
-# The paper's seconds for 500 tokens (table 9).
-PAPER_S = {("llama-2-7b", 36 * 1024): 15.04, ("llama-3.1-8b", 72 * 1024): 15.86}
-
-
-def case(text: str) -> cases.Case:
-    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
-    return cases.parse(text, DEFAULT, CHOICES)
-
-
-def grid(settings: Settings) -> list[cases.Case]:
-    """The requested cases, or the suite's defaults."""
-    defaults = DEFAULT_CASES[1:] if settings.quick else DEFAULT_CASES
-    if jax.default_backend() == "cpu":
-        defaults = ("model=small,S=256",)
-    return [case(text) for text in settings.cases or defaults]
+SHAPES = {"small": SMALL} | {name: MODELS[name] for name in ("llama-2-7b", "llama-3.1-8b")}
 
 
 def policies(budget: float) -> dict[str, Policy]:
@@ -95,35 +72,33 @@ def policies(budget: float) -> dict[str, Policy]:
     }
 
 
-def run(settings: Settings) -> dict[str, Any]:
-    """Every case with every policy."""
-    if reason := host.refusal():
-        return {"rows": [point.row("decode", {}, "hata_off", checked=None, reason=reason)]}
-    return {"rows": _rows(settings)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffBenchmark(Benchmark):
+    """A step of each policy, of one row of tokens."""
 
+    @property
+    def name(self) -> str:
+        return "hata_off"
 
-def _rows(settings: Settings) -> Iterator[point.Row]:
-    for case in grid(settings):
-        if case["model"] == "bundled":
-            yield from _bundled(case["S"], settings)
-        else:
-            # No variable here references a model, so that it is freed before the next one is made.
-            yield from _Case(case, random_model(DRAWN[case["model"]]), settings).rows(settings)
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(policies(BUDGET))
+
+    def measure(self, case: Case, settings: Settings) -> Iterator[point.Row]:
+        if reason := host.refusal():
+            yield point.row(self.name, case, "hata_off", checked=None, reason=reason)
+            return
+        # No variable here references the model, so that it is freed before the next one is made.
+        yield from _Case(case, random_model(SHAPES[case["model"]]), settings).rows(settings)
         gc.collect()
 
 
 class _Case:
     """The rows of a model at a context."""
 
-    def __init__(self, case: cases.Case, model: Decoder, settings: Settings) -> None:
-        self.model = model
+    def __init__(self, case: Case, model: Decoder, settings: Settings) -> None:
+        self.model, self.case = model, case
         self.steps = 1 if model.config is SMALL else STEPS
-        self.paper = PAPER_S.get((case["model"], case["S"]))
-        self.at = {
-            "model": case["model"],
-            "layers": model.config.num_layers,
-            "context": case["S"],
-        }
         self.blueprint = Blueprint.of(model, 1, case["S"], 0, 2 * CHUNKS[1] * self.steps)
         every = policies(0.1 if model.config is SMALL else BUDGET)
         self.policies = {name: policy for name, policy in every.items() if settings.wants(name)}
@@ -133,18 +108,17 @@ class _Case:
         if not settings.check:
             for name in self.policies:
                 reason = "not checked, so not timed"
-                yield point.row("decode", self.at, name, checked=None, reason=reason)
+                yield point.row("hata_off", self.case, name, checked=None, reason=reason)
             return
         tokens: dict[str, np.ndarray] = {}
         timed: dict[str, dict[str, Any]] = {}
-        with bar(self.at["model"], len(self.policies)) as advance:
+        with bar(self.case["model"], len(self.policies)) as advance:
             for name, policy in self.policies.items():
                 try:
                     timed[name], tokens[name] = self._timed(policy)
                 except Exception as error:
-                    yield point.row(
-                        "decode", self.at, name, checked=False, reason=failure(name, error).reason
-                    )
+                    reason = failure(name, error).reason
+                    yield point.row("hata_off", self.case, name, checked=False, reason=reason)
                 gc.collect()  # one cache at a time
                 # Yield a row as soon as the one it is compared with is known: an interrupted run
                 # then loses none.
@@ -155,7 +129,7 @@ class _Case:
                 advance()
         for name in timed:
             reason = f"{_reference_of(name)} did not run, which its tokens are compared with"
-            yield point.row("decode", self.at, name, checked=False, reason=reason)
+            yield point.row("hata_off", self.case, name, checked=False, reason=reason)
 
     def _judged(self, name: str, tokens: dict[str, np.ndarray], timed: dict[str, Any]) -> point.Row:
         """The row of a policy, with the reason if its output is wrong."""
@@ -167,8 +141,8 @@ class _Case:
         elif timed["error"] > TOLERANCE:
             reason = f"its logits are wrong by {timed['error']:.1%}"
         if reason is not None:
-            return point.row("decode", self.at, name, checked=False, reason=reason)
-        return point.row("decode", self.at, name, checked=checked, paper_s=self.paper, **timed)
+            return point.row("hata_off", self.case, name, checked=False, reason=reason)
+        return point.row("hata_off", self.case, name, checked=checked, **timed)
 
     def _timed(self, policy: Policy) -> tuple[dict[str, Any], np.ndarray]:
         """The figures of a step, and the tokens of a first chunk."""
@@ -178,9 +152,6 @@ class _Case:
         figures["host_bytes"] = _bytes(state, in_host=True)
         if isinstance(policy, HataOff):
             figures["bus_ns"], figures["bus_bytes"] = _bus(state, policy)
-            sources, state = row_sources(models, state, policy)
-            figures |= sources
-            state = self.blueprint.rewound(state)
         if isinstance(policy, Dense):
             figures["error"] = self._error(state)
         config = StepConfig(0, NoDraft(), target=policy)
@@ -208,7 +179,7 @@ class _Case:
 
     def _error(self, state: DecodeState) -> float:
         """The relative error of the logits against the reference."""
-        check = Check(self.model, self.at["context"], (1,), Backends())
+        check = Check(self.model, self.case["S"], (1,), Backends())
         lowerings = check.lowerings(self.blueprint.shapes)
         return check.errors(state, {key: low().compile() for key, low in lowerings.items()})[1]
 
@@ -270,99 +241,10 @@ def _bus(state: DecodeState, policy: HataOff) -> tuple[list[int], int]:
     return samples, moved
 
 
-def _bundled(context: int, settings: Settings) -> Iterator[point.Row]:
-    """Sources of the rows that the bundled model reads, with its hashes, in a real text."""
-    model, tokenizer = load_bundled(jnp.bfloat16)
-    text, _ = training_document(context, np.random.default_rng(0))
-    prompt = tokenizer.encode(text)[:context]
-    at = {"model": "bundled", "layers": model.config.num_layers, "context": len(prompt)}
-    for name, policy in policies(BUDGET).items():
-        if not isinstance(policy, HataOff) or not settings.wants(name):
-            continue
-        policy = with_hashes(policy, bundled_path())
-        assert isinstance(policy, HataOff)
-        models = Models(model, policy=policy.prepare(model.config.layers, None))
-        state = start_decoding(models, [prompt], config=StepConfig(0, NoDraft(), target=policy))
-        sources, _ = row_sources(models, state, policy)
-        yield point.row("rows", at, name, checked="as hata", **sources)
-
-
-def hidden(row: point.Row, rows: dict[str, point.Row]) -> float | None:
-    """The share of the bus time that is hidden: 1 - (step - step of `hata`) / bus."""
-    hata = rows.get("hata", {})
-    if "bus_ns" not in row or "step_ns" not in row or "step_ns" not in hata:
-        return None
-    more = statistics.median(row["step_ns"]) - statistics.median(hata["step_ns"])
-    return 1 - more / statistics.median(row["bus_ns"])
-
-
-HEADINGS = (
-    *("step ms", "of dense", "hidden", *ROW_SOURCES, "bus ms", "GB/s"),
-    *("device GB", "host GB"),
-)
-
-
-def cells(row: point.Row, rows: dict[str, point.Row]) -> list[str]:
-    """A row under `HEADINGS`; ``rows``: the rows of its case by name."""
-    step = statistics.median(row["step_ns"]) if "step_ns" in row else None
-    dense = rows.get("dense", {}).get("step_ns")
-    bus = statistics.median(row["bus_ns"]) if "bus_ns" in row else None
-    share = hidden(row, rows)
-    return [
-        "" if step is None else f"{step / 1e6:.2f}",
-        "" if step is None or not dense else f"{statistics.median(dense) / step:.2f}x",
-        "" if share is None else f"{share:.0%}",
-        *(f"{row[name]:.0%}" if name in row else "" for name in ROW_SOURCES),
-        "" if bus is None else f"{bus / 1e6:.2f}",
-        "" if bus is None else f"{row['bus_bytes'] / bus:.1f}",
-        f"{row['device_bytes'] / 1e9:.2f}" if "device_bytes" in row else "",
-        f"{row['host_bytes'] / 1e9:.2f}" if "host_bytes" in row else "",
-    ]
-
-
-def beside(result: dict[str, Any], row: point.Row) -> dict[str, point.Row]:
-    """The rows of the same case, by name."""
-    return {x["name"]: x for x in result["rows"] if x["case"] == row["case"]}
-
-
-def show(result: dict[str, Any]) -> None:
-    """A line a policy."""
-    table = Table(title=f"hata-off: {result['machine']['device']}", box=None)
-    table.add_column("")
-    for name in ("model", "context", *HEADINGS):
-        table.add_column(name, justify="right")
-    for row in filter(lambda row: row["checked"], result["rows"]):
-        case = row["case"]["model"], f"{row['case']['context']:,}"
-        table.add_row(row["name"], *case, *cells(row, beside(result, row)))
-    screen = console()
-    screen.print(table)
-    for row in result["rows"]:
-        if "reason" in row:
-            screen.print(f"{row['name']}: {row['reason']}", markup=False)
-        if "vs_before" in row:
-            screen.print(f"{row['name']}: {row['vs_before']:.2f}x as fast as before", markup=False)
-
-
-def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row its speedup over the earlier result; returns how many had one."""
-    before = {(str(x["case"]), x["name"]): x for x in earlier["rows"] if "step_ns" in x}
-    met = 0
-    for row in result["rows"]:
-        was = before.get((str(row["case"]), row["name"]))
-        if was is not None and "step_ns" in row:
-            medians = [statistics.median(x["step_ns"]) for x in (was, row)]
-            row["vs_before"] = medians[0] / medians[1]
-            met += 1
-    return met
-
-
-SUITE = Suite(
-    "hata-off",
-    "a step with keys and values in host memory, against dense and hata on the device",
-    run,
-    show,
-    rivals=tuple(policies(BUDGET)),
-    compare=compare,
-    custom_clocks=True,
-    case=case,
+BENCHMARK = OffBenchmark(
+    default={"model": "llama-2-7b", "S": 36 * 1024},
+    choices={"model": tuple(SHAPES)},
+    gpu=["model=llama-2-7b,S=36K", "model=llama-3.1-8b,S=72K"],
+    quick=["model=llama-3.1-8b,S=72K"],
+    cpu=["model=small,S=256"],
 )

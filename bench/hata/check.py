@@ -1,0 +1,164 @@
+"""Checks a layer: its selection by the policy's scores, its output by brute force."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.caches import TOLERANCE
+from bench.hata.workload import Token
+from jspec.cache import Cache
+from jspec.dispatch import preferring
+from jspec.ops import operations
+from jspec.policies import Policy, ScoredPolicy
+from jspec.policies.budgeted import touched, whole_pages
+from jspec.typing import Array
+
+# Of the standard deviation of a row's scores: sums in another order, matmuls in TF32.
+ROUGH = 2e-2
+# Of the rows and KV heads: rounding may flip a bit of a query's code, and so move all its scores.
+AGREEING = 0.99
+WRITTEN = 0.05  # the share of a new token's code that rounding may change
+REFERENCE = {x.name: "xla" for x in operations() if "xla" in x.backends}
+Exact = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def is_right(policy: Policy, policy_params: Any, cache: Cache, token: Token, outputs: Any) -> bool:
+    """Whether a layer's output, its selection and the new token in ``cache`` are right."""
+    out, chosen = outputs
+    q, k, v = token.parts()
+    if chosen is None:
+        size = cache.layouts[0].size
+        chosen = jnp.broadcast_to(jnp.arange(size - 1, dtype=jnp.int32), (len(out), size - 1))
+    elif isinstance(policy, ScoredPolicy) and not selects(
+        policy, policy_params, cache, q, chosen, token
+    ):
+        return False
+    weights = policy.weigh(policy_params, 0, cache, q, token.context_len, chosen)
+    keys_values = cache.keys(0), cache.values(0)
+    expected = np.asarray(attended(q, *keys_values, chosen, token.context_len, weights))
+    error = np.linalg.norm(np.asarray(out, np.float32) - expected, axis=-1)
+    near = error <= TOLERANCE * np.linalg.norm(expected, axis=-1)
+    return bool(near.all()) and _written(policy, policy_params, cache, token.context_len, k, v)
+
+
+@Exact
+def attended(
+    q: Array,
+    keys: Array,
+    values: Array,
+    chosen: Array,
+    context_len: Array,
+    log_weights: Array | None = None,
+) -> Array:
+    """Attention of ``q [B, 1, N, H]`` over positions ``chosen [B, n]`` or ``[B, K, n]``, -1 for
+    none, and ``context_len [B]``: a softmax in float32 over copies of their keys and values.
+
+    ``log_weights [B, 1, N, n]`` are added to the scores of the chosen ones.
+    """
+    batch, _, query_heads, size = q.shape
+    kv_heads = keys.shape[2]
+    if chosen.ndim == 2:
+        chosen = jnp.broadcast_to(chosen[:, None], (batch, kv_heads, chosen.shape[1]))
+    newest = jnp.broadcast_to(context_len[:, None, None], (batch, kv_heads, 1))
+    slots = jnp.concatenate([chosen, newest], axis=2)
+    index = jnp.maximum(jnp.swapaxes(slots, 1, 2), 0)[..., None]
+    k, v = (jnp.take_along_axis(x, index, axis=1).astype(jnp.float32) for x in (keys, values))
+    grouped = q.reshape(batch, kv_heads, -1, size).astype(jnp.float32) * size**-0.5
+    scores = jnp.einsum("bkgh,bskh->bkgs", grouped, k, precision="highest")
+    if log_weights is not None:
+        scores = scores.at[..., :-1].add(log_weights.reshape(*scores.shape[:3], -1))
+    weights = jax.nn.softmax(jnp.where(slots[:, :, None] >= 0, scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("bkgs,bskh->bkgh", weights, v, precision="highest")
+    return out.reshape(batch, 1, query_heads, -1)
+
+
+def selects(
+    policy: ScoredPolicy, policy_params: Any, cache: Cache, q: Array, chosen: Array, token: Token
+) -> bool:
+    """Whether ``chosen`` are the positions of the highest scores, of equal ones the first.
+
+    Scores within rounding of the lowest chosen one may be chosen or not.
+    """
+    with preferring(REFERENCE):
+        score = jax.jit(lambda *arguments: policy.score(arguments[0], 0, *arguments[1:]))
+        scores = score(policy_params, cache, q)
+    if jnp.issubdtype(scores.dtype, jnp.integer):  # a negative one is never selected
+        scores = jnp.where(scores < 0, -jnp.inf, scores.astype(jnp.float32))
+    deviation = jnp.nanstd(jnp.where(jnp.isfinite(scores), scores, jnp.nan), axis=-1)
+    page = policy.page_size
+    agrees = _agrees(
+        *(scores, ROUGH * deviation, chosen, token.context_len),
+        *(page, _forced(policy), policy.budget // page),
+    )
+    return bool(agrees.mean() >= AGREEING)
+
+
+def _forced(policy: ScoredPolicy) -> tuple[int, int]:
+    """Numbers of first and last positions, or pages, that are always read."""
+    page = policy.page_size
+    recent = max(policy.recent, 1) if page > 1 else policy.recent
+    return whole_pages(policy.sinks, page), touched(recent, page)
+
+
+@partial(Exact, static_argnums=(4, 5, 6))
+def _agrees(
+    scores: Array,
+    doubt: Array,
+    chosen: Array,
+    context_len: Array,
+    page: int,
+    forced: tuple[int, int],
+    count: int,
+) -> Array:
+    """Whether the chosen positions of each row and KV head are right, bool ``[B, K]``."""
+    scores = scores.astype(jnp.float32)
+    end = -(-context_len // page)[:, None, None]
+    index = jnp.arange(scores.shape[-1])[None, None]
+    always = (index < forced[0]) | (index >= end - forced[1])
+    scores = jnp.where(always, jnp.inf, scores)
+    scores = jnp.where(index < end, scores, -jnp.inf)
+    lowest = jax.lax.top_k(scores, count)[0][..., -1:]
+    above, equal = scores > lowest, scores == lowest
+    left = count - above.sum(axis=-1, keepdims=True)
+    expected = (above | (equal & (jnp.cumsum(equal, axis=-1) <= left))) & (scores > -jnp.inf)
+    # The extra slot at the end collects entries that are no position.
+    slots = jnp.where(chosen >= 0, chosen, scores.shape[-1] * page)
+    counts = jnp.zeros((*scores.shape[:2], scores.shape[-1] * page + 1), jnp.int32)
+    rows, heads = (jnp.arange(n) for n in scores.shape[:2])
+    counts = counts.at[rows[:, None, None], heads[None, :, None], slots].add(1)[..., :-1]
+    committed = jnp.arange(counts.shape[-1])[None, None] < context_len[:, None, None]
+    whole, none = (
+        (counts == expected).reshape(*scores.shape, page).all(axis=-1)
+        for expected in (committed.astype(jnp.int32), jnp.zeros_like(counts))
+    )
+    whole &= index < end
+    near = (doubt[..., None] > 0) & (jnp.abs(scores - lowest) <= doubt[..., None])
+    as_expected = jnp.where(expected, whole, none) | (near & (whole | none))
+    as_many = whole.sum(axis=-1) == expected.sum(axis=-1)
+    return as_expected.all(axis=-1) & as_many
+
+
+def _written(
+    policy: Policy, policy_params: Any, cache: Cache, context_len: Array, k: Array, v: Array
+) -> bool:
+    """Whether the new token's key, value and columns are in its slot."""
+    expected_columns = {"keys": k, "values": v, **policy.encode(policy_params, 0, k)}
+    rows = jnp.arange(len(context_len))[:, None]
+    for name, column in cache.columns[0].items():
+        actual, expected = (
+            column[rows, context_len[:, None]],
+            expected_columns[name].astype(column.dtype),
+        )
+        if jnp.issubdtype(column.dtype, jnp.floating):
+            error = jnp.linalg.norm((actual - expected).astype(jnp.float32))
+            good = error <= ROUGH * jnp.linalg.norm(expected.astype(jnp.float32))
+        else:
+            good = (actual != expected).mean() <= WRITTEN
+        if not good:
+            return False
+    return True

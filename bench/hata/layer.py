@@ -1,0 +1,135 @@
+"""One layer's attention at a decoding step: every policy against the fastest dense attention.
+
+The shapes are those of figure 5 of HATA (arXiv 2506.02572). A policy's row is all that a layer does
+between its projections, as `bench.hata.workload.program` runs it; the rows of dense attention are
+attention alone. At B=1, S=128K, 32/32 heads on an H200, HATA's layer takes 2,352 us by XLA, 161
+with the kernel that selects, 91 with attention that reads the selection in place, 84 with encoding
+fused into the append, and 73 as one operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from bench import point
+from bench.attention import attention_setup
+from bench.cases import Case
+from bench.hata.check import is_right
+from bench.hata.workload import empty, filled, needed, policies, program, spec_of, token
+from bench.policies import NAMES, arrays_of
+from bench.program import Absent, Program, Source, compile_all, failure, shapes
+from bench.rivals import attention as rivals
+from bench.settings import Settings
+from bench.suite import Benchmark, OperationBenchmark
+from jspec.cache import Cache
+from jspec.ops.attention.dense import ATTENTION
+from jspec.policies import Policy
+
+SHARE = 64  # one slot in 64 is selected: 1.56 %
+# On a GPU, XLA's attention autotunes for long and never wins; FlashAttention-3 is measured through
+# PyTorch.
+SLOW = ("xla", "xla_blocked", "fa3_jax")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerBenchmark(Benchmark):
+    """A layer of each policy, and dense attention."""
+
+    @property
+    def name(self) -> str:
+        return "hata_layer"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*NAMES, *ATTENTION.backends, *rivals.NAMES)
+
+    def case(self, text: str) -> Case:
+        case = super().case(text)
+        case["n"] = case["n"] or case["S"] // SHARE
+        if case["n"] >= case["S"]:
+            raise ValueError(f"n={case['n']} must be below S={case['S']}")
+        policies(case)  # which check their own options
+        return case
+
+    def measure(self, case: Case, settings: Settings) -> Iterator[point.Row]:
+        yield from dense_rows(case, settings)
+        yield from policy_rows(case, settings)
+
+
+def dense_rows(case: Case, settings: Settings) -> list[point.Row]:
+    """The rows of attention over the whole cache, by all that may be the fastest."""
+    if not settings.only and jax.default_backend() == "gpu":
+        names = (*ATTENTION.backends, *rivals.NAMES)
+        settings = dataclasses.replace(settings, only=tuple(x for x in names if x not in SLOW))
+    dense = OperationBenchmark(
+        operation=ATTENTION,
+        setup=lambda case: attention_setup(case | {"T": 1, "lengths": "full"}),
+        default={},
+        gpu=(),
+        quick=(),
+        cpu=(),
+    )
+    rows = dense.measure(case, settings)
+    return [row | {"operation": "hata_layer", "chosen": False} for row in rows]
+
+
+def policy_rows(case: Case, settings: Settings) -> Iterator[point.Row]:
+    """A row for each policy that the settings select."""
+    chosen = {name: x for name, x in policies(case).items() if settings.wants(name)}
+    policy_params = {name: arrays_of(policy, [spec_of(case)]) for name, policy in chosen.items()}
+    new = token(case)
+    sources = {
+        name: Source(
+            program(policy),
+            (shapes(policy_params[name]), empty(policy, case), shapes(new)),
+            donated=(1,),
+        )
+        for name, policy in chosen.items()
+    }
+    for name, compiled in compile_all("hata_layer", sources).items():
+        gc.collect()  # a failure's traceback, or a rival's tensor, may hold a cache
+        policy = chosen[name]
+        layer = (
+            compiled
+            if isinstance(compiled, Absent)
+            else with_cache(name, compiled, policy, policy_params[name], new, case)
+        )
+        moved = needed(policy, case)
+        yield from point.measure(
+            "hata_layer", case, [layer], settings, states=("cold",), moved=moved
+        )
+
+
+def with_cache(
+    name: str, compiled: Any, policy: Policy, policy_params: Any, new: Any, case: Case
+) -> Program | Absent:
+    """The program with a cache, which each call consumes and returns."""
+    try:
+        caches = [filled(policy, policy_params, case)]
+    except Exception as error:
+        return failure(name, error)
+
+    def start() -> Any:
+        cache: Cache = caches.pop()
+        cache, outputs = compiled(policy_params, cache, new)
+        caches.append(cache)
+        return outputs
+
+    def check(outputs: Any) -> bool:
+        return is_right(policy, policy_params, caches[0], new, outputs)
+
+    return Program(name, start, check)
+
+
+BENCHMARK = LayerBenchmark(
+    # n = 0 stands for S / SHARE; R: bits of a hash code; channels: of Loki.
+    default={"B": 8, "S": 32768, "heads": "32/32", "H": 128, "n": 0, "R": 128, "channels": 32},
+    gpu=["", "B=1,S=256K", "heads=32/8", "B=1,S=256K,heads=32/8", "B=1", "B=1,heads=32/8"],
+    quick=["", "B=1,S=256K", "heads=32/8"],
+    cpu=["B=1,S=8K,heads=8/8", "B=1,S=8K,heads=8/2"],
+)

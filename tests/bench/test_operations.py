@@ -1,0 +1,189 @@
+"""The suites of operations: every backend is checked, a wrong one is refused, cases are parsed."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import attention, caches, point, select
+from bench import suite as suites
+from bench.__main__ import SUITES, main
+from bench.cases import parse
+from bench.hata import codes
+from bench.settings import Settings
+from jspec.dispatch import Backend, always
+from jspec.policies import MagicPIG
+from tests.ops.test_collisions import collided
+from tests.ops.test_hash import shared_bits
+from tests.ops.test_selection import by_sorting
+
+MODULES = ("verify", "pack", "attention", "select", "hata")
+CACHE = "B=2,S=96,heads=4/2,H=16,T=3"
+CODES = "B=2,heads=4/2,T=2"
+CASES = {
+    "verify_greedy": "B=3,gamma=40,alpha=0.3",
+    "verify_stochastic": "B=2,V=300,draft=logits",
+    "pack": "B=2,gamma=8,alpha=0.6,D=16",
+    "verify_and_pack": "B=2,gamma=8,alpha=0.6,D=16",
+    "attention": f"{CACHE},lengths=ragged",
+    "gathered_attention": f"{CACHE},n=20,indices=per-head",
+    "scored_attention": CACHE,
+    "mean_weights": CACHE,
+    "select": "rows=3,n=200,k=9,scores=bfloat16",
+    "hamming_scores": f"{CODES},S=64,n=9,R=64",
+    "hash_select": f"{CODES},S=64,n=9,R=64",
+    "hash_encode": f"{CODES},H=16,R=64",
+    "rotate_append_encode": f"{CODES},H=16,R=64",
+    "collision_scores": f"{CODES},S=64",
+}
+
+
+def benchmark(name: str) -> suites.OperationBenchmark:
+    """The benchmark of an operation."""
+    for module in MODULES:
+        try:
+            return SUITES[module].case(f"op={name}")[0]
+        except ValueError:
+            continue
+    raise KeyError(name)
+
+
+def test_every_operation_of_the_suites_has_a_small_case():
+    names = set()
+    for module in MODULES:
+        with pytest.raises(ValueError, match="must be one of") as error:
+            SUITES[module].case("op=?")
+        names |= set(str(error.value).removeprefix("op=? must be one of ").split(", "))
+    assert names - {"hata_layer", "hata_off"} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
+    """Each output in turn is changed by the smallest step that matters."""
+    bench = benchmark(name)
+    reference = bench.operation.backend("xla").run
+
+    def changed(index):
+        def run(*arguments, **static):
+            out = reference(*arguments, **static)
+            leaves, tree = jax.tree.flatten(out)
+            x = leaves[index]
+            first = (0,) * x.ndim
+            if x.dtype == bool:
+                leaves[index] = x.at[first].set(~x[first])
+            elif jnp.issubdtype(x.dtype, jnp.floating):
+                leaves[index] = x.at[first].add(jnp.asarray(4, x.dtype) + jnp.abs(x).max())
+            else:
+                leaves[index] = x.at[first].add(jnp.asarray(1, x.dtype))
+            return jax.tree.unflatten(tree, leaves)
+
+        return run
+
+    setup = bench.setup(bench.case(CASES[name]))
+    outputs = jax.eval_shape(lambda *x: reference(*x, **setup.static), *setup.arguments)
+    wrong = [f"wrong{i}" for i in range(len(jax.tree.leaves(outputs)))]
+    backends = {"xla": Backend("xla", reference, always)}
+    backends |= {name: Backend(name, changed(index), always) for index, name in enumerate(wrong)}
+    backends["refuses"] = Backend("refuses", reference, lambda *arguments, **static: "needs sm_90")
+    operation = dataclasses.replace(bench.operation, backends=backends)
+    bench = dataclasses.replace(bench, operation=operation)
+    settings = Settings(quick=True, only=tuple(backends))
+    rows = {row["name"]: row for row in bench.measure(bench.case(CASES[name]), settings)}
+    assert rows["xla"]["checked"] is True
+    assert rows["xla"]["wall_ns"]
+    assert rows["xla"]["sizes"] == operation.sizes(*setup.arguments, **setup.static)
+    assert rows["refuses"]["checked"] is None
+    assert rows["refuses"]["reason"] == "needs sm_90"
+    for name in wrong:
+        assert rows[name]["checked"] is False, name
+        assert "wall_ns" not in rows[name]
+
+
+def test_expected_slots_scores_and_collisions_are_those_of_plain_python():
+    scores = select.random_scores({"rows": 3, "n": 200, "scores": "0..128"})
+    lengths = np.full(3, 200)
+    np.testing.assert_array_equal(
+        select.stable_slots(scores, 9), by_sorting(scores, lengths, lengths, k=9)
+    )
+    rng = np.random.default_rng(0)
+    q, k = (rng.integers(0, 2**32, x, np.uint32) for x in ((2, 3, 4, 2), (2, 9, 2, 2)))
+    np.testing.assert_array_equal(select.shared_bits(q, k), shared_bits(q, k))
+    policy = MagicPIG(bits=3, tables=40)
+    used = codes.used_bits(policy)
+    q, k = (rng.integers(0, 2**32, x, np.uint32) & used for x in ((2, 3, 4, 6), (2, 9, 2, 6)))
+    np.testing.assert_array_equal(codes.collisions_of(q, k, 40), collided(q, k, 40))
+    assert np.bitwise_count(used).tolist() == [32] * 3 + [8] * 3
+
+
+@pytest.mark.parametrize(
+    ("suite", "text", "message"),
+    [
+        ("attention", "Q=3", "'Q=3' must be one of B, S, heads, H, T, lengths, a = and a value"),
+        ("attention", "B=0", "B=0 must be a whole number of 1 or more, such as 8 or 32K"),
+        ("attention", "heads=32", "heads=32 must be query heads / KV heads, such as 32/8"),
+        ("attention", "heads=32/5", "heads=32/5: 32 is no multiple of 5"),
+        ("attention", "lengths=odd", "lengths=odd must be one of full, ragged"),
+        ("attention", "S=8,T=3,lengths=ragged", "T=3 must be at most 2"),
+        ("attention", "op=gathered_attention,S=1K,n=1K", "n=1024 and T=1 must fit into S=1024"),
+        ("attention", "op=gathered_attention,lengths=full", "'lengths=full' must be one of"),
+        ("attention", "op=pack", "op=pack must be one of attention, gathered_attention"),
+        ("verify", "alpha=2", "alpha=2 must be a share from 0 to 1, such as 0.9"),
+        ("select", "k=9,n=8", "k=9 must be at most n=8"),
+        ("select", "scores=float64", "scores=float64 must be one of"),
+        ("select", "op=hash_select,R=48", "R=48 must be one of 32, 64, 128, 256"),
+        ("hata", "n=32K", "n=32768 must be below S=32768"),
+    ],
+)
+def test_a_case_that_makes_no_sense_is_refused_before_anything_runs(
+    suite, text, message, capsys, monkeypatch
+):
+    monkeypatch.setattr("bench.__main__._run", lambda *arguments: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as error:
+        main([suite, "--case", text])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_case_is_the_default_with_its_options():
+    default = {"B": 8, "S": 32768, "alpha": 0.9, "heads": "32/8"}
+    assert parse("B=4,S=128K,alpha=0.3", default) == default | {"B": 4, "S": 131072, "alpha": 0.3}
+    assert parse("", default) == default
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_no_default_case_comes_twice(name, device, monkeypatch):
+    monkeypatch.setattr("jax.default_backend", lambda: device)
+    bench = benchmark(name)
+    for quick in (True, False):
+        cases = [tuple(case.items()) for case in bench.grid(Settings(quick=quick))]
+        assert cases
+        assert len(set(cases)) == len(cases)
+
+
+def test_the_bytes_of_a_case_are_those_that_it_reads():
+    case = benchmark("attention").case(f"{CACHE},lengths=ragged")
+    total = int(caches.lengths(case).sum())
+    # Keys and values of two heads, queries and outputs of four; 16 numbers of two bytes.
+    around = 2 * 16 * 2 * 4 * 2 * 3
+    assert attention.attention_setup(case).bytes == 2 * 16 * 2 * 2 * total + around
+    case = benchmark("gathered_attention").case(f"{CACHE},n=20,indices=per-head")
+    expected = 2 * 16 * (2 * 2 * 2 * 23) + around + 4 * 2 * 2 * 20
+    assert attention.gathered_setup(case).bytes == expected
+
+
+def test_a_suite_runs_the_cases_of_each_operation_and_writes_them(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("bench.ceilings.SMALL", 2**16)
+    path = tmp_path / "deep" / "select.json"
+    texts = ("rows=3,n=200,k=9", f"op=hash_select,{CODES},S=64,n=9,R=64")
+    options = [x for text in texts for x in ("--case", text)]
+    assert main(["select", *options, "--backend", "xla", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [row["operation"] for row in result["rows"]] == ["select", "hash_select"]
+    out = capsys.readouterr().out
+    assert "no device clock" in out
+    assert max(map(len, out.splitlines())) <= 100
+    assert point.DEVICE.reason is not None
