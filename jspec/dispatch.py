@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jspec import tuned
 from jspec.gpu import gpu_in_use
@@ -120,7 +119,7 @@ class Case:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The arguments on the default device."""
-        return jax.tree.map(jnp.asarray, self.build())
+        return jax.device_put(self.build())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """`python -m bench show`: every committed result, and files that are none."""
 
+import json
+
 import pytest
 
 from bench import report
@@ -8,7 +10,21 @@ from bench.__main__ import main
 PATHS = sorted(report.RESULTS.glob("*/*.json"))
 
 
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+# Of each suite the first file; the others differ in numbers.
+SUITES = {json.loads(path.read_text())["suite"]: path for path in reversed(PATHS)}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path,
+            id=f"{path.parent.name}/{path.stem}",
+            marks=[pytest.mark.slow] * (path not in SUITES.values()),
+        )
+        for path in PATHS
+    ],
+)
 def test_every_committed_result_is_shown(path, capsys):
     assert main(["show", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -132,8 +132,8 @@ def test_the_draft_model_of_a_chain_lacks_no_key(sharp):
         state = speculative_step(models, state, config)
     known = int(state.cache.lengths[0]) - 2  # the next draft takes up the rest
     assert known > 15  # chains that were accepted whole
-    own = state.draft.first.keys(1)[0, :known]
-    np.testing.assert_allclose(own, state.cache.keys(1)[0, :known], atol=1e-4)
+    of_draft = state.draft.first.keys(0)[0, :known]
+    np.testing.assert_allclose(of_draft, state.cache.keys(0)[0, :known], atol=1e-4)
 
 
 def test_a_draft_changes_nothing_that_is_committed(sharp):

@@ -19,7 +19,7 @@ from jspec.decode.step import decode_step
 from jspec.ops.hash import hash_encode
 from jspec.policies import Hata, SparseSpec, SpecExtend, Streaming, Vegas
 from jspec.policies.prepare import prepare_params
-from tests.conftest import TINY
+from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
 
 DRAFTS = {
@@ -29,6 +29,17 @@ DRAFTS = {
     "specextend": "specextend:budget=8,least=0,page=4",
     "refreshed": "vegas:budget=6,least=0,refresh=2",
 }
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """Two layers: drafters differ in which of them they read whole."""
+    return make_decoder(seed=3)
+
+
+@pytest.fixture(scope="module")
+def sharp():
+    return make_decoder(seed=1, embedding=400.0, head=4.0)
 
 
 @pytest.fixture(scope="module")

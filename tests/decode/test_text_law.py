@@ -17,8 +17,15 @@ from jspec.decode.draft import chain as chain_module
 from jspec.ops.sample import Role
 from tests.decode.text_laws import OTHER_POLICIES, SAMPLED, SOURCES, Haunted, check_law
 
-# Quest drafts as the dense policy does, in the cache; Vegas as it does where it is refreshed.
-MORE = ("quest", "vegas", *(name for name in SOURCES if name.startswith("chain-")))
+# Quest drafts as the dense policy does, in the cache; Vegas as it does where it is refreshed. Dense
+# drafts and plain decoding draw as other sources do, from the target's law.
+MORE = (
+    "dense",
+    "plain",
+    "quest",
+    "vegas",
+    *(name for name in SOURCES if name.startswith("chain-")),
+)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +92,7 @@ def test_texts_of_changing_gammas_have_the_target_law(source, monkeypatch):
 
 # --- mutants ---------------------------------------------------------------------------------
 
-SOME_ROWS = 3_000  # what shows in them shows all the more in 12,000
+SOME_ROWS = 3_000  # half of the rows of the checks
 
 
 def verify_with(change):
@@ -134,9 +141,24 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS.values(), ids=MUTANTS)
-def test_a_mutant_is_caught(owner, name, mutant, monkeypatch):
-    monkeypatch.setattr(owner, name, mutant)
+# One of each check is in the default run.
+REPEATED = (
+    "one number for all tokens of a draft",
+    "draft drawn at another temperature",
+    "logits of another position",
+)
+
+
+def marked(mutants: dict[str, tuple]) -> list:
+    return [
+        pytest.param(*mutant, id=name, marks=[pytest.mark.slow] * (name in REPEATED))
+        for name, mutant in mutants.items()
+    ]
+
+
+@pytest.mark.parametrize(("module", "name", "mutant"), marked(MUTANTS))
+def test_a_mutant_is_caught(module, name, mutant, monkeypatch):
+    monkeypatch.setattr(module, name, mutant)
     with pytest.raises(AssertionError, match=r"p-value|seldom"):
         check_law("streaming", SAMPLED, rows=SOME_ROWS)
 
@@ -170,7 +192,7 @@ CHAIN_MUTANTS = {
 PUT = chain_module._put
 
 
-@pytest.mark.parametrize(("name", "mutant"), CHAIN_MUTANTS.values(), ids=CHAIN_MUTANTS)
+@pytest.mark.parametrize(("name", "mutant"), marked(CHAIN_MUTANTS))
 def test_a_mutant_of_a_chain_is_caught(name, mutant, monkeypatch):
     monkeypatch.setattr(chain_module, name, mutant)
     with pytest.raises(AssertionError, match=r"p-value|seldom"):

@@ -36,7 +36,7 @@ from tests.conftest import make_decoder
 from tests.decode.common import full_logits
 from tests.ops.laws import check_counts, filtered_law
 
-ROWS = 12_000
+ROWS = 6_000
 THREE = ModelConfig.uniform(
     vocab_size=3,
     hidden_size=16,
@@ -145,9 +145,9 @@ def check_law(
     rule: Rule = "token",
     rows: int = ROWS,
 ) -> float:
-    """Chi-square of 12,000 texts of one prompt, one seed each; returns the acceptance rate.
+    """Chi-square of 6,000 texts of one prompt, one seed each; returns the acceptance rate.
 
-    Everything is traced anew, so that a patched internal is seen.
+    Everything is traced again, so that a patched internal takes effect.
     """
     draft = SelfDraft(OTHER_POLICIES[source]) if source in OTHER_POLICIES else SOURCES[source]
     arrays = (

@@ -2,7 +2,7 @@
 
 The checks are plain functions, so that the mutants in `tests.ops.test_mutants` face exactly what
 the library faces. Every seed is fixed; a check fails below ``P_VALUE``, which a correct program
-does once in 10,000 checks, and then always, since nothing here is drawn anew.
+does once in 10,000 checks, and then always, since no seed changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
@@ -29,18 +28,18 @@ LAST_NUMBER = 2**64 - 1
 
 
 def sampling_of(params: list[SamplingParams], seeds=None) -> Sampling:
-    """The `Sampling` of ``params``, one each, with ``seeds`` 0, 1, ... unless given."""
+    """The `Sampling` of ``params``, one each, with ``seeds`` 0, 1, ... by default."""
     seeds = np.arange(len(params)) if seeds is None else seeds
 
     def column(name, dtype):
-        return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
+        return jax.device_put(np.array([getattr(p, name) for p in params], dtype))
 
     return Sampling(
         column("temperature", np.float32),
         column("top_k", np.int32),
         column("top_p", np.float32),
         column("min_p", np.float32),
-        jnp.asarray(seeds, jnp.uint32),
+        jax.device_put(np.asarray(seeds, np.uint32)),
     )
 
 
@@ -59,9 +58,9 @@ def probabilities(logits, rows: Sampling, *, filtered: bool) -> np.ndarray:
 
 @in_64_bits
 def to_uint64(x, shape: tuple[int, ...] = ()) -> jax.Array:
-    """Integers below 2**64, those of one value in the shape given."""
+    """Integers below 2**64; a single value is broadcast to ``shape``."""
     x = np.broadcast_to(np.asarray(x, np.uint64), np.shape(x) or shape)
-    return jnp.asarray(x)
+    return jax.device_put(x)
 
 
 def filtered_law(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -97,19 +96,19 @@ def check_counts(observed: dict, law: dict) -> None:
     total = sum(observed.values())
     np.testing.assert_allclose(sum(law.values()), 1, rtol=1e-9)
     impossible = {key: n for key, n in observed.items() if law.get(key, 0) == 0}
-    assert not impossible, f"impossible outcomes were seen: {impossible}"
+    assert not impossible, f"impossible outcomes: {impossible}"
     common = [key for key, p in law.items() if p * total >= 10]
-    got = np.array([observed.get(key, 0) for key in common], float)
-    wanted = np.array([law[key] for key in common]) * total
-    seldom, rest = total - got.sum(), total - wanted.sum()
+    counts = np.array([observed.get(key, 0) for key in common], float)
+    expected = np.array([law[key] for key in common]) * total
+    seldom, rest = total - counts.sum(), total - expected.sum()
     if rest >= 10:
-        got, wanted = np.append(got, seldom), np.append(wanted, rest)
+        counts, expected = np.append(counts, seldom), np.append(expected, rest)
     elif seldom:
         assert stats.poisson.sf(seldom - 1, rest) > P_VALUE, f"{seldom} seldom outcomes"
-    if len(wanted) > 1:
-        statistic = ((got - wanted) ** 2 / wanted).sum()
-        p = stats.chi2.sf(statistic, len(wanted) - 1)
-        assert p > P_VALUE, f"p-value {p:.1e} over {len(wanted)} outcomes of {total} draws"
+    if len(expected) > 1:
+        statistic = ((counts - expected) ** 2 / expected).sum()
+        p = stats.chi2.sf(statistic, len(expected) - 1)
+        assert p > P_VALUE, f"p-value {p:.1e} over {len(expected)} outcomes of {total} draws"
 
 
 def gaussian_logits(vocabulary: int, spread: float = 3.0) -> np.ndarray:

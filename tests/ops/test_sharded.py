@@ -101,12 +101,11 @@ def test_the_axis_must_divide_the_vocabulary():
         sharded(verify_stochastic, ["target_logits"])(**args)
 
 
-@pytest.mark.parametrize("filtered", [False, True])
-def test_what_is_exchanged_does_not_grow_with_the_vocabulary(filtered):
+def test_what_is_exchanged_does_not_grow_with_the_vocabulary():
     """Bytes of all collectives, for two vocabularies and against both."""
     args, moved = drafted(4, 8, FILTERS, one_hot=False), []
     verify = sharded(
-        functools.partial(verify_stochastic, filtered=filtered), ["target_logits", "draft_logits"]
+        functools.partial(verify_stochastic, filtered=True), ["target_logits", "draft_logits"]
     )
     for vocabulary in (8 * 1500, 8 * 6500):
         for name in ("target_logits", "draft_logits"):

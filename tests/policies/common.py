@@ -65,7 +65,7 @@ MATRIX = {
 
 
 def random(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def arrays_of(policy, specs=(SPEC,)):

@@ -30,15 +30,17 @@ LINEAR = LinearLayout(CAPACITY)
 
 
 def cache_of(policy, specs=SPECS, layout=LINEAR):
-    """Random tokens below `LENGTHS`, two of a draft behind them, and NaN in all other slots."""
+    """Random tokens below `LENGTHS`, then two of a draft, and NaN in all other slots."""
     empty = create_cache(policy, specs, [layout] * len(specs), BATCH, jnp.float32)
-    held = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None] + 2
+    filled = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None] + 2
     policy_params, columns = arrays_of(policy, specs), []
     for layer, column in enumerate(empty.columns):
         tokens = {n: random(*column[n].shape, seed=5 * layer + len(n)) for n in ("keys", "values")}
-        kept = policy.encode(policy_params, layer, tokens["keys"]) if policy.keeps_in(layer) else {}
-        own = {name: jnp.where(held, x, jnp.nan) for name, x in tokens.items()}
-        columns.append(own | kept)
+        codes = (
+            policy.encode(policy_params, layer, tokens["keys"]) if policy.keeps_in(layer) else {}
+        )
+        pairs = {name: jnp.where(filled, x, jnp.nan) for name, x in tokens.items()}
+        columns.append(pairs | codes)
     return dataclasses.replace(empty, columns=tuple(columns), lengths=jnp.asarray(LENGTHS))
 
 
@@ -52,17 +54,17 @@ def token(layer: int, tokens: int = 1, *, joined: bool = True):
     return q.reshape(BATCH, tokens, 4, 8), k, v, qk_rope
 
 
-def attended(
+def pass_of(
     policy,
-    positions,
     num_new=3,
     cache=None,
     backends=Backends(),
     start=PassState,
-    more=None,
-    **given,
+    attend_settings=None,
+    **token_settings,
 ):
-    """Outputs of a pass over all layers, and the columns and the selection behind each of them."""
+    """A function of positions: outputs of a pass over all layers with the selection of each, and
+    the columns afterwards. It compiles once."""
     cache = cache_of(policy) if cache is None else cache
     policy_params = arrays_of(policy, cache.specs)
 
@@ -70,15 +72,19 @@ def attended(
     def run(cache, positions):
         settings = {"policy": policy, "policy_params": policy_params, "backends": backends}
         attend = selected_attend(positions, cache.lengths, num_new, **settings)
-        pass_state, found = start(cache), []
+        pass_state, outputs = start(cache), []
         for layer in range(len(cache.specs)):
-            q, k, v, qk_rope = token(layer, positions.shape[1], **given)
-            settings = {"qk_rope": qk_rope} | (more or {})
+            q, k, v, qk_rope = token(layer, positions.shape[1], **token_settings)
+            settings = {"qk_rope": qk_rope} | (attend_settings or {})
             out, pass_state = attend(layer, q, k, v, pass_state, **settings)
-            found.append((out, getattr(pass_state, "chosen", None)))
-        return found, getattr(pass_state, "cache", pass_state).columns
+            outputs.append((out, getattr(pass_state, "chosen", None)))
+        return outputs, getattr(pass_state, "cache", pass_state).columns
 
-    return run(cache, jnp.asarray(positions, jnp.int32))
+    return lambda positions: run(cache, np.asarray(positions, np.int32))
+
+
+def attended(policy, positions, **settings):
+    return pass_of(policy, **settings)(positions)
 
 
 AT = {"first": LENGTHS[:, None], "ahead": LENGTHS[:, None] + 2, "padded": [[20], [-1], [0]]}
@@ -92,78 +98,84 @@ SOME = {
 }
 
 
+@pytest.fixture(scope="module")
+def usual():
+    """The outputs and columns of `POLICY` for its first token."""
+    return attended(POLICY, AT["first"])
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The implementations that `hash_attention` was asked for by the policy."""
-    found = []
+    implementations = []
 
     def watched(*arguments, **settings):
-        found.append(settings["implementation"])
+        implementations.append(settings["implementation"])
         return hash_attention(*arguments, **settings)
 
     monkeypatch.setattr(module, "hash_attention", watched)
-    return found
+    return implementations
 
 
-def assert_same(got, wanted):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+def assert_same(got, expected):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("at", AT)
 @pytest.mark.parametrize("change", SOME)
-def test_it_gives_the_bits_of_its_parts(change, at, calls, monkeypatch):
+def test_it_gives_the_bits_of_its_parts(change, calls, monkeypatch):
     """Outputs, selections, keys, values and codes; two layers, one with a scale and a soft cap."""
     policy = dataclasses.replace(POLICY, **SOME[change])
-    got = attended(policy, AT[at])
+    fused = pass_of(policy)
+    results = [fused(positions) for positions in AT.values()]
     assert calls == [None] * (1 if change in ("served", "dense-first") else 2)
     monkeypatch.setattr(Hata, "attend_token", lambda *_: None)
-    assert_same(got, attended(policy, AT[at]))
-    for out, _ in got[0]:
-        assert np.isfinite(np.asarray(out)[np.asarray(AT[at])[:, 0] >= 0]).all()
+    in_parts = pass_of(policy)
+    for positions, result in zip(AT.values(), results, strict=True):
+        assert_same(result, in_parts(positions))
+        for out, _ in result[0]:
+            assert np.isfinite(np.asarray(out)[np.asarray(positions)[:, 0] >= 0]).all()
 
 
-def test_a_selection_serves_the_layer_behind_it(calls):
+def test_a_selection_serves_the_layer_after_it(usual, calls):
     """The second layer reads what the first one selected, not what it would select itself."""
-    one, two = (attended(dataclasses.replace(POLICY, every=n), AT["first"])[0] for n in (2, 1))
+    one, two = attended(dataclasses.replace(POLICY, every=2), AT["first"])[0], usual[0]
     np.testing.assert_array_equal(one[0][1], one[1][1])
     assert not np.array_equal(two[0][1], two[1][1])
-    assert len(calls) == 3
+    assert len(calls) == 1
 
 
 def test_sinks_and_a_projection_follow(calls, monkeypatch):
-    more = {"sinks": random(4, seed=8), "up": random(4, 4, 5, seed=9)}
-    got = attended(POLICY, AT["first"], more=more)
+    settings = {"sinks": random(4, seed=8), "up": random(4, 4, 5, seed=9)}
+    got = attended(POLICY, AT["first"], attend_settings=settings)
     assert calls == [None, None]
     assert got[0][0][0].shape == (BATCH, 1, 4, 5)
     monkeypatch.setattr(Hata, "attend_token", lambda *_: None)
-    assert_same(got, attended(POLICY, AT["first"], more=more))
+    assert_same(got, attended(POLICY, AT["first"], attend_settings=settings))
 
 
-def test_a_cache_alone_is_given_back_as_one(calls):
+def test_a_cache_alone_is_given_back_as_one(usual, calls):
     got = attended(POLICY, AT["first"], start=lambda cache: cache)
-    assert_same(got[1], attended(POLICY, AT["first"])[1])
-    assert len(calls) == 4
+    assert_same(got[1], usual[1])
+    assert len(calls) == 2
 
 
 def test_its_own_backend_is_taken(calls):
     got = attended(POLICY, AT["first"], backends=Backends(hash_attention="xla"))
     assert calls == ["xla", "xla"]
-    wanted = attended(POLICY, AT["first"], backends=Backends(dict.fromkeys(PARTS, "xla")))
+    in_parts = attended(POLICY, AT["first"], backends=Backends(dict.fromkeys(PARTS, "xla")))
     assert len(calls) == 2
-    assert_same(got, wanted)
+    assert_same(got, in_parts)
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_backend_that_is_named_for_a_part_runs(part, calls):
+def test_a_backend_that_is_named_for_a_part_runs(part, usual, calls):
     """Whether the pass names it, or what encloses it prefers it."""
-    wanted = attended(POLICY, AT["first"])
-    calls.clear()
     named = attended(POLICY, AT["first"], backends=Backends({part: "xla"}))
     with preferring({part: "xla"}):
         assert_same(attended(POLICY, AT["first"]), named)
     assert calls == []
-    for x, y in zip(jax.tree.leaves(named), jax.tree.leaves(wanted), strict=True):
+    for x, y in zip(jax.tree.leaves(named), jax.tree.leaves(usual), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)  # another backend rounds otherwise
 
 
@@ -176,8 +188,8 @@ class Other(Hata):
 
 
 def test_a_subclass_selects_as_it_says(calls):
-    found, _ = attended(Other(**dataclasses.asdict(POLICY) | {"budget": 20}), AT["first"])
-    assert not (np.asarray(found[0][1]) == 1).any()
+    outputs, _ = attended(Other(**dataclasses.asdict(POLICY) | {"budget": 20}), AT["first"])
+    assert not (np.asarray(outputs[0][1]) == 1).any()
     assert calls == []
 
 
@@ -207,13 +219,13 @@ def test_what_the_operation_does_not_do_runs_in_parts(name, calls):
     elif name == "not-joined":
         settings["joined"] = False
     elif name == "rotated":
-        settings["more"] = {"qk_rope": None}
+        settings["attend_settings"] = {"qk_rope": None}
     tokens = np.arange(2 if name == "two-tokens" else 1)
     attended(policy, LENGTHS[:, None] + tokens, **settings)
     assert calls == []
 
 
-def test_a_device_that_has_a_part_of_the_rows_reads_it_apart(calls):
+def test_a_device_that_has_a_part_of_the_rows_reads_it_apart(usual, calls):
     """It may be asked for the rows of others, chunk by chunk."""
 
     @dataclasses.dataclass(frozen=True)
@@ -224,10 +236,8 @@ def test_a_device_that_has_a_part_of_the_rows_reads_it_apart(calls):
         def local_heads(self, x):
             return x
 
-    wanted, _ = attended(POLICY, AT["first"])
-    calls.clear()
     cache = dataclasses.replace(cache_of(POLICY), shards=Alone())
-    assert_same(attended(POLICY, AT["first"], cache=cache)[0], wanted)
+    assert_same(attended(POLICY, AT["first"], cache=cache)[0], usual[0])
     assert calls == []
 
 

@@ -72,7 +72,14 @@ def dense(wandering):
     return [tuple(brute_force(wandering, text, NEW, lambda *_: None)) for text in TEXTS]
 
 
-@pytest.mark.parametrize("name", reference.SCORES)
+# What the others select: `tests.policies.test_selection`.
+REPEATED = ("exact_topk", "magicpig")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in REPEATED)) for x in reference.SCORES],
+)
 def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dense):
     """The first layer reads all there is, the others what the paper's formula selects."""
     policy = dataclasses.replace(MATRIX[name], dense_layers=1)
@@ -106,7 +113,7 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dens
 )
 def test_with_room_for_all_it_is_plain_decoding(policy, tiny):
     plain = generate(tiny, prompts(), requests(), draft=None)
-    policy_params = arrays_of(policy, TINY.layers)
+    policy_params = arrays_of(policy, tiny.config.layers)
     got = generate(
         tiny, prompts(), requests(), draft=None, target=policy, policy_params=policy_params
     )
@@ -196,7 +203,7 @@ def test_what_is_no_policy_is_refused(target):
 def test_a_cache_that_was_started_for_another_policy_is_refused(tiny):
     state = start_decoding(tiny, prompts((9,)), config=StepConfig(0, NoDraft()))
     config = StepConfig(0, NoDraft(), target=MATRIX["hata"])
-    models = Models(tiny, policy=arrays_of(config.target, TINY.layers))
+    models = Models(tiny, policy=arrays_of(config.target, tiny.config.layers))
     with pytest.raises(ValueError, match=r"layer 0 keeps \['keys', 'values'\] and no \['codes'\]"):
         decode_chunk(models, state, config, 1)
 
