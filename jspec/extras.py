@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 
 DISTRIBUTION = "jspec-jax"
 GPU_PYTHON = (3, 12)  # the oldest that jax has GPU packages for, from 0.11 on
@@ -21,6 +22,12 @@ def install(extra: str) -> str:
     parts = [requirement.partition(";") for requirement in requirements]
     packages = [name.strip() for name, _, marker in parts if f"extra == '{extra}'" in marker]
     return "pip install " + " ".join(f"'{name}'" for name in packages)
+
+
+def check_matplotlib() -> None:
+    """Raise `ValueError` with the way out where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"pictures need matplotlib; {install('bench')}")
 
 
 def install_gpu(extra: str) -> str:

@@ -153,7 +153,7 @@ def short_command(monkeypatch, short_bundled):
         # The command gives its model another context, which the next test must not see.
         return copy.copy(short_bundled) if path == bundled_path() else right(path, **settings)
 
-    monkeypatch.setattr(checkpoint, "load_model", load_model)
+    monkeypatch.setattr("jspec.cli.generate.load_model", load_model)
 
 
 @pytest.fixture(scope="module")

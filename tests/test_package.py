@@ -31,15 +31,10 @@ def names(requirements: list[str]) -> set[str]:
     return {IMPORTED_AS.get(name, name) for name in found}
 
 
-def imported(folder: Path, without: str = "") -> set[str]:
-    """Top packages that the files of a folder import, but the standard library and jspec.
-
-    ``without``: a folder in it that is left out.
-    """
+def imported(folder: Path) -> set[str]:
+    """Top packages that the files of a folder import, but the standard library and jspec."""
     found = set()
     for path in folder.rglob("*.py"):
-        if without in path.relative_to(folder).parts:
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -52,11 +47,7 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency(project):
     needed = names(project["project"]["dependencies"])
     extras = project["project"]["optional-dependencies"]
     optional = names([*extras["cuda13"], *extras["bench"]]) | {"triton"}
-    # Training needs more, which nothing but `jspec train-hash` loads.
-    assert imported(ROOT / "jspec" / "train") <= needed | names(
-        [*extras["train"], *extras["bench"]]
-    )
-    found = imported(ROOT / "jspec", without="train")
+    found = imported(ROOT / "jspec")
     assert needed <= found
     assert found <= needed | optional
 

@@ -1,54 +1,30 @@
-"""The `jspec` command: its arguments, and errors as one line with exit code 2."""
+"""The `jspec` command: a file for each of its commands, and errors as one line."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib import import_module
 
-from jspec import __version__
-from jspec.cli.requests import one_line
+from jspec.cli.arguments import command_parser
+from jspec.cli.errors import fail, interrupted
 
-METRICS = ("recall", "contains", "exact", "f1", "rouge_l", "edit")  # of jspec.eval.metrics
-INTERRUPTED = 130  # the exit code after Ctrl-C
 SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `jspec`; returns the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     _open_streams()
-    arguments = _parser().parse_args(argv)
+    arguments = command_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that has no such character shows another one.
         sys.stdout.reconfigure(errors="replace")
     try:
-        # Each command imports what it needs itself: `jspec --help` must not wait for JAX.
-        if arguments.command == "doctor":
-            from jspec.cli.doctor import doctor
-
-            return doctor(arguments)
-        if arguments.command == "eval":
-            from jspec.cli.evaluate import run_eval
-
-            return run_eval(arguments)
-        if arguments.command == "train-hash":
-            from jspec.cli.train_hash import train_hash
-
-            return train_hash(arguments)
-        if arguments.command == "simulate":
-            from jspec.cli.simulate import run_simulate
-
-            return run_simulate(arguments)
-        if arguments.command == "tune":
-            from jspec.cli.tune import run_tune
-
-            return run_tune(arguments)
-        from jspec.cli.generate import generate
-
-        return generate(arguments)
+        # A command imports what it needs: `jspec --help` must not wait for JAX.
+        command = import_module(f"jspec.cli.{arguments.command.replace('-', '_')}")
+        return command.run(arguments)
     except BrokenPipeError:
         return _silence_stdout()
     except OSError as error:
@@ -80,322 +56,7 @@ def _open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
 
 
-def interrupted() -> int:
-    """Say that Ctrl-C ended the command; returns the exit code."""
-    print("jspec: interrupted", file=sys.stderr)
-    return INTERRUPTED
-
-
-def fail(message: str) -> int:
-    """Print an error; returns the exit code of bad input."""
-    print(f"jspec: error: {one_line(message)}", file=sys.stderr)
-    return 2
-
-
 def _silence_stdout() -> int:
     """The reader went away (`jspec ... | head`): leave without a second error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"jspec: error: {one_line(message):.300}; see {self.prog} --help\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jspec", description="Fast, lossless long-context decoding in JAX.")
-    parser.add_argument("--version", action="version", version=f"jspec {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_generate(commands.add_parser("generate", help="continue text, speculatively"))
-    _add_tune(commands.add_parser("tune", help="find the ratio and gamma of a sparse drafter"))
-    _add_eval(commands.add_parser("eval", help="how well the model answers with each policy"))
-    _add_train_hash(
-        commands.add_parser("train-hash", help="learn the hashes of the policy hata from texts")
-    )
-    _add_simulate(
-        commands.add_parser("simulate", help="what Helix and its rivals could serve, by a model")
-    )
-    doctor = commands.add_parser("doctor", help="say what runs here, and what to do about the rest")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
-def _gamma(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, or auto") from None
-
-
-def _stdin(text: str) -> str:
-    if text != "-":
-        raise argparse.ArgumentTypeError("a prompt needs --prompt TEXT, a file --prompt-file F")
-    return text
-
-
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "stdin", nargs="?", type=_stdin, metavar="-", help="read the prompt from stdin"
-    )
-    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
-    prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
-    prompt.add_argument(
-        "--demo", action="store_true", help="ask about a document that ships with jspec"
-    )
-    prompt.add_argument(
-        "--requests",
-        metavar="FILE.jsonl",
-        help="JSON lines, - for stdin: "
-        '{"id": ..., "prompt": ... or "messages": [...], "max_new_tokens": ..., ...}',
-    )
-    add(
-        "--output",
-        metavar="FILE.jsonl",
-        help="what came of --requests, one JSON object a line; written when all is done",
-    )
-    add("--draft-model", metavar="DIR", help="the draft model of --draft model")
-    add(
-        "--draft",
-        metavar="NAME[:SETTING=VALUE,...]",
-        help="where draft tokens come from: ngram (earlier text; default), suffix (the same "
-        "by matches of any length), model (a second one), none (plain decoding), or a policy, over "
-        "which the model drafts: dense, streaming, exact_topk, hata, hata_off, quest, loki, "
-        "magicpig, quantspec, vegas, specextend, sparsespec. 'FIRST > POLICY; SETTING=VALUE,...' "
-        "is a chain",
-    )
-    add(
-        "--policy",
-        metavar="NAME[:SETTING=VALUE,...]",
-        help="have the model itself read only what a policy selects: not lossless; no draft",
-    )
-    add(
-        "--gamma",
-        type=_gamma,
-        metavar="N",
-        help="most draft tokens a step, or auto: by measured times and acceptance",
-    )
-    add("--settings", metavar="FILE.json", help="draft and gamma, as jspec tune writes them")
-    rules = "how a sampled draft is verified: token by token, or as a block; default %(default)s"
-    add("--rule", choices=("token", "block"), default="token", help=rules)
-    same = "the greedy tokens of plain decoding bit for bit, whatever drafts; on an NVIDIA GPU"
-    add("--exact", action="store_true", help=same)
-    _add_decoding(parser)
-    add(
-        "--hosts",
-        metavar="coordinator=IP:PORT,processes=N,index=N",
-        help="decode --helix on the devices of N processes, all started with the same command but "
-        "for index, or auto: under Slurm and Open MPI (docs/helix.md)",
-    )
-    add("--compare", action="store_true", help="also decode plainly: identical? how much faster?")
-    add("--json", action="store_true", help="print one JSON object instead of text and table")
-    _add_compile_cache(parser)
-
-
-def _add_decoding(parser: argparse.ArgumentParser) -> None:
-    """The model, and the settings of requests that do not name their own."""
-    add = parser.add_argument
-    add("--chat", action="store_true", help="a prompt is a user's message: take the chat template")
-    add("--system", metavar="TEXT", help="the system message of --chat")
-    add("--batch", type=int, default=8, metavar="N", help="requests at once; default 8")
-    add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
-    add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
-    add("--top-k", type=int, default=0, metavar="N", help="0 (default) is off")
-    add("--top-p", type=float, default=1.0, metavar="X", help="1 (default) is off")
-    add("--min-p", type=float, default=0.0, metavar="X", help="0 (default) is off")
-    add("--seed", type=int, metavar="N", help="keys every random number; default a fresh one")
-    add(
-        "--ignore-eos",
-        action="store_true",
-        help="continue after the model's end tokens; --stop still ends the text",
-    )
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-    add(
-        "--backend",
-        action="append",
-        default=[],
-        metavar="OPERATION=NAME",
-        help="as in verify_greedy=cuda; default the fastest here (jspec doctor lists them)",
-    )
-    add(
-        "--helix",
-        metavar="kvp=N,tpa=N",
-        help="share each row among kvp x tpa devices, by positions and by heads (docs/helix.md)",
-    )
-    add("--devices", type=int, metavar="N", help="on N virtual CPU devices, to try --helix on")
-    add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
-
-
-def _add_tune(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--requests", required=True, metavar="FILE.jsonl", help="requests to decode, a sample")
-    add("--out", required=True, metavar="DIR", help="the folder to write, which must not exist")
-    add(
-        "--draft",
-        default="vegas",
-        metavar="NAME[:SETTING=VALUE,...]",
-        help="the policy that drafts, without its budget or window; default vegas",
-    )
-    add(
-        "--ratio",
-        type=float,
-        action="append",
-        metavar="X",
-        help="of the context that drafts read; repeatable; default 0.01 to 0.1",
-    )
-    add(
-        "--gamma",
-        type=int,
-        action="append",
-        metavar="N",
-        help="draft tokens a step; repeatable; default 3 to 12",
-    )
-    _add_decoding(parser)
-    parser.set_defaults(draft_model=None, rule="token", exact=False)
-    add("--json", action="store_true", help="print one JSON object instead of a table")
-    _add_compile_cache(parser)
-
-
-def _add_eval(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("tasks", metavar="ruler|FILE.jsonl", help="RULER's six tasks, or tasks of your own")
-    add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
-    add(
-        "--policy",
-        action="append",
-        metavar="NAME[:SETTING=VALUE,...]",
-        help="what the model reads; repeatable; default dense",
-    )
-    add(
-        "--budget",
-        action="append",
-        default=[],
-        metavar="M",
-        help="of each policy, in positions or as a ratio of the length; repeatable",
-    )
-    add("--draft", action="store_true", help="policies draft, and the model stays lossless")
-    add("--length", type=int, default=4096, metavar="N", help="tokens; default 4096")
-    add("--examples", type=int, default=10, metavar="N", help="of each task; default 10")
-    add("--only", metavar="TASK,...", help="some of RULER's tasks, as in single_needle")
-    add("--seed", type=int, default=0, metavar="N", help="of the first example; default 0")
-    add("--batch", type=int, default=8, metavar="N", help="questions at once; default 8")
-    add("--metric", choices=METRICS, help="default: that of the benchmark")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="of FILE.jsonl; default 128")
-    add("--heatmap", metavar="FILE.png", help="also draw needles by depth at up to --length tokens")
-    add("--answers", action="store_true", help="put the answers into --json")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
-    _add_compile_cache(parser)
-
-
-def _add_train_hash(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
-    add("--data", nargs="+", required=True, metavar="FILE", help="texts to learn from")
-    add("--out", required=True, metavar="DIR", help="the folder to write, which must not exist")
-    add(
-        "--held-out",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="texts of the report; default one in ten of --data, which are not learned from",
-    )
-    add("--bits", type=int, default=128, metavar="R", help="32, 64, 128 (default) or 256")
-    add(
-        "--variant",
-        default="attention",
-        metavar="NAME",
-        help="of the loss: attention (default: jspec's own), paper (Eq. 9 of HATA) or authors "
-        "(what its authors released)",
-    )
-    add("--compare", action="store_true", help="learn by the other variants too, for the report")
-    add(
-        "--pairs",
-        type=int,
-        default=200_000,
-        metavar="N",
-        help="pairs of a query and a key in a layer, about, of a query a text; default 200000",
-    )
-    add(
-        "--step-pairs",
-        type=int,
-        default=98304,
-        metavar="N",
-        help="pairs of a step of SGD, about; default 98304, and a CPU may well take 8192",
-    )
-    add("--epochs", type=int, default=15, metavar="N", help="rounds of 20 steps; default 15")
-    add(
-        "--length",
-        type=int,
-        metavar="N",
-        help="most tokens of a text; default 32768 or the model's context",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="of every random choice; default 0")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
-    _add_compile_cache(parser)
-
-
-def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    roofline = kinds.add_parser("roofline", help="times to read a layer's cache and weights")
-    roofline.add_argument("--batch", type=int, default=8, metavar="N", help="rows; default 8")
-    pareto = kinds.add_parser("pareto", help="tokens a second of a GPU against those of a row")
-    pareto.add_argument("--gpus", type=int, default=64, metavar="N", help="at most; default 64")
-    pareto.add_argument("--fine", action="store_true", help="16 batch sizes an octave, not one")
-    pareto.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE,...",
-        help="also show how the ratios depend on a constant; repeatable",
-    )
-    measured = kinds.add_parser("measured", help="predictions of what the bench measured")
-    measured.add_argument(
-        "results", nargs="+", metavar="FILE", help="of python -m bench helix-step, helix-attention"
-    )
-    measured.set_defaults(png=None)
-    for kind in (roofline, pareto):
-        add = kind.add_argument
-        add("--model", metavar="NAME", help="that ships with jspec, or a config.json or its folder")
-        add("--context", default="1M", metavar="N", help="positions, as in 1M (default)")
-    for kind in (roofline, pareto, measured):
-        add = kind.add_argument
-        add("--hardware", default="gb200", metavar="NAME", help="gb200 (default), h200, h100, FILE")
-        add(
-            "--set",
-            action="append",
-            default=[],
-            metavar="NAME=VALUE",
-            help="a constant, as in collective_us=4; --json says what there is, and its source",
-        )
-        add(
-            "--calibrate",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help="fit constants to a --json of python -m bench collectives or helix-attention; "
-            "repeatable; --set goes before it",
-        )
-    hopb = kinds.add_parser("hopb", help="messages of some rows while others attend")
-    hopb.add_argument("--requests", type=int, default=8, metavar="N", help="rows; default 8")
-    hopb.add_argument("--compute", type=float, default=16, metavar="X", help="of all; default 16")
-    hopb.add_argument("--message", type=float, default=9.6, metavar="X", help="of all; default 9.6")
-    hopb.add_argument("--fixed", type=float, default=0, metavar="X", help="of a message; default 0")
-    for kind in (roofline, pareto, hopb):
-        kind.add_argument("--png", metavar="FILE.png", help="also draw it")
-    for kind in (roofline, pareto, hopb, measured):
-        kind.add_argument("--csv", metavar="FILE.csv", help="also write every row")
-        kind.add_argument("--json", action="store_true", help="print one JSON object, no table")
-
-
-def _add_compile_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-compile-cache",
-        dest="compile_cache",
-        action="store_false",
-        help="keep no compiled programs in the cache folder for the next run",
-    )

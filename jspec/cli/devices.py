@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from jspec.cli import INTERRUPTED, fail, interrupted
+from jspec.cli.errors import INTERRUPTED, fail, interrupted
 from jspec.helix.hosts import Hosts
 from jspec.helix.mesh import HelixConfig
 from jspec.policies.named import made

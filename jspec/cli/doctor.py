@@ -23,7 +23,7 @@ from rich.table import Table
 
 from jspec import host, tuned
 from jspec.cli.compile_cache import keep_programs
-from jspec.cli.requests import one_line
+from jspec.cli.errors import one_line
 from jspec.cli.show import console, environment, print_json
 from jspec.dispatch import Case, Operation
 from jspec.extras import GPU_PYTHON, install_gpu
@@ -58,7 +58,7 @@ class Finding:
 Check = tuple[str, Callable[[], Finding]]  # what is checked, and the check
 
 
-def doctor(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0 if decoding works here, 1 otherwise."""
     keep_programs()
     shows = None if arguments.json else console()

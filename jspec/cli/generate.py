@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from jspec.cli import INTERRUPTED, demo
+from jspec.cli import demo
 from jspec.cli.compile_cache import keep_programs
 from jspec.cli.devices import leave_interrupted, named_mesh, one_voice, take_devices
+from jspec.cli.errors import INTERRUPTED, one_line
 from jspec.cli.output import error_of, result_of, whole_file, write_lines
-from jspec.cli.requests import CliRequest, Refused, one_line, read_requests
+from jspec.cli.requests import CliRequest, Refused, read_requests
 from jspec.cli.serving import NO_TEMPLATE, Job, Outcome, Ready, Served, Show, serve
 from jspec.cli.settings import read_settings
 from jspec.cli.show import environment, print_json, print_table
@@ -24,9 +25,15 @@ from jspec.decode.resolved_options import Gamma
 from jspec.decode.settings import OPERATIONS, StepConfig
 from jspec.decode.state import Models
 from jspec.dispatch import Backends
+from jspec.eval.sample import prepared
 from jspec.helix.mesh import HelixConfig
 from jspec.helix.sharded import decoder_sharding, shard
+from jspec.models.bundled import bundled_path
+from jspec.models.chat import load_chat_template
+from jspec.models.checkpoint import check_model, load_model
+from jspec.models.fingerprint import fingerprint
 from jspec.models.text import with_stops
+from jspec.models.tokenizer import load_tokenizer
 from jspec.policies import Dense, Policy, named_policy
 from jspec.policies.hata import with_hashes
 from jspec.processes import (
@@ -40,7 +47,7 @@ from jspec.processes import (
 )
 
 
-def generate(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if arguments.hosts is not None and arguments.helix is None:
         raise ValueError("--hosts needs --helix, which says what their devices share")
@@ -84,9 +91,6 @@ def _common(
     arguments: argparse.Namespace, requests: Sequence[CliRequest], settings: Any
 ) -> dict[str, str]:
     """The values that all processes of a run must share, for `check_same`."""
-    from jspec.models.bundled import bundled_path
-    from jspec.models.fingerprint import fingerprint
-
     more = (arguments.rule, arguments.batch, arguments.context, arguments.compare)
     more = (*more, arguments.exact)
     drafts = arguments.draft_model
@@ -191,12 +195,6 @@ def load(
 ) -> Job:
     """The models, on the mesh of ``helix`` if so, what a policy takes of them, and with ``talks``
     the chat template."""
-    from jspec.eval.sample import prepared
-    from jspec.models.bundled import bundled_path
-    from jspec.models.chat import load_chat_template
-    from jspec.models.checkpoint import check_model, load_model
-    from jspec.models.tokenizer import load_tokenizer
-
     path = arguments.model or bundled_path()
     sharding = None if helix is None else decoder_sharding(helix)
     with all_or_none():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jspec.cli import demo
+from jspec.cli.errors import one_line
 from jspec.config import SamplingParams
 
 Message = dict[str, str]  # a role and a content
@@ -79,11 +80,6 @@ class Refused:
     line: int
     error: str
     id: str | int | None = None
-
-
-def one_line(text: str) -> str:
-    """``text`` with line breaks, and what else does not print, as Python spells it."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def read_requests(arguments: argparse.Namespace) -> tuple[list[CliRequest], list[Refused]]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jspec.cli.requests import CliRequest, Message
 from jspec.cli.show import Progress
@@ -20,13 +20,11 @@ from jspec.decode.request import Request
 from jspec.decode.resolved_options import Gamma
 from jspec.decode.stats import Stats
 from jspec.dispatch import Backends
+from jspec.models.chat import ChatTemplate
 from jspec.models.text import RowText
 from jspec.models.tokenizer import Tokenizer
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
-
-if TYPE_CHECKING:
-    from jspec.models.chat import ChatTemplate
 
 NO_TEMPLATE = (
     "the model has no chat template for messages; give it a plain prompt, without --chat or "

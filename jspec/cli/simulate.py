@@ -14,11 +14,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jspec.extras import check_matplotlib
 from jspec.helix.simulator.calibration import FITTED, Fit, calibrated, load_fit
 from jspec.helix.simulator.configurations import BASELINES, BATCHES, FINE_BATCHES, STRATEGIES
 from jspec.helix.simulator.cost import CONSTANTS, Constants, pipelined
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
 from jspec.helix.simulator.measured import predictions
+from jspec.helix.simulator.pictures import draw_frontiers, draw_overlap, draw_roofline
 from jspec.helix.simulator.roofline import kv_read_us, weight_read_us
 from jspec.helix.simulator.shapes import Hardware, ModelShape, load_hardware, load_shape
 
@@ -31,12 +33,10 @@ MEASURED = dataclasses.replace(CONSTANTS, bytes_per_value=2, bytes_per_activatio
 SHOWN = 10  # points of a frontier in the table; all are in JSON and CSV
 
 
-def run_simulate(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if arguments.png:
-        from jspec.eval.heatmap import check_pictures
-
-        check_pictures()
+        check_matplotlib()
     commands = {"roofline": _roofline, "pareto": _pareto, "hopb": _hopb, "measured": _measured}
     rows, result, tables, draw = commands[arguments.what](arguments)
     if arguments.png and draw is not None:
@@ -108,8 +108,6 @@ def _roofline(arguments: argparse.Namespace) -> Output:
     ]
 
     def draw(path: str) -> None:
-        from jspec.helix.simulator.pictures import draw_roofline
-
         draw_roofline(panels, path)
 
     result = {name: points for _, name, points in panels}
@@ -173,8 +171,6 @@ def _pareto(arguments: argparse.Namespace) -> Output:
     }
 
     def draw(path: str) -> None:
-        from jspec.helix.simulator.pictures import draw_frontiers
-
         draw_frontiers(frontiers, title, path)
 
     return rows, result, tables, draw
@@ -286,8 +282,6 @@ def _hopb(arguments: argparse.Namespace) -> Output:
         table.add_row(f"{row['chunks']}", f"{row['span']:g}", f"{saved:.1%}")
 
     def draw(path: str) -> None:
-        from jspec.helix.simulator.pictures import draw_overlap
-
         draw_overlap(rows, title, path)
 
     return rows, {"spans": rows}, [(title, table)], draw

@@ -21,7 +21,10 @@ from jspec.models.bundled import bundled_path
 from jspec.models.checkpoint import load_model
 from jspec.models.files import read_file
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
+from jspec.train.job import Job, Texts
+from jspec.train.job import run as learn_hashes
 from jspec.train.loss import HashTraining
+from jspec.train.picture import draw_loss
 from jspec.train.samples import MIN_TOKENS
 
 FILE_LIMIT = 1 << 30  # bytes of a text
@@ -29,7 +32,7 @@ USUAL_LENGTH = 32768  # most tokens of a text, unless the model's context is sho
 HELD_OUT = 10  # one text in so many, where none is named
 
 
-def train_hash(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     for option in ("pairs", "step_pairs"):
         if getattr(arguments, option) < 1:
@@ -42,10 +45,6 @@ def train_hash(arguments: argparse.Namespace) -> int:
         epochs=arguments.epochs,
         seed=_seed(arguments.seed),
     )
-    if find_spec("optax") is None:
-        raise ValueError(f"train-hash needs optax: {install('train')}")
-    from jspec.train.job import Job, Texts, run
-
     if arguments.compile_cache:
         keep_programs()
     path = bundled_path() if arguments.model in (None, "bundled") else Path(arguments.model)
@@ -65,7 +64,7 @@ def train_hash(arguments: argparse.Namespace) -> int:
     texts = Texts(_enough(learned, arguments.pairs, settings.seed), held_out)
     job = Job(model, texts, Path(arguments.out), settings, arguments.compare)
     with _progress() as on_progress:
-        report = run(job, on_progress)
+        report = learn_hashes(job, on_progress)
     picture = _draw(job.out)
     if arguments.json:
         print_json(report | {"out": str(job.out), "environment": environment()})
@@ -145,8 +144,6 @@ def _draw(out: Path) -> str:
     """Draw the loss into the folder of the hashes; returns a message for the user."""
     if find_spec("matplotlib") is None:
         return f"no picture of the loss: {install('bench')}"
-    from jspec.train.picture import draw_loss
-
     draw_loss(out / "curve.json", out / "curve.png")
     return f"the loss is in {out / 'curve.png'}"
 

@@ -26,13 +26,14 @@ from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.settings import StepConfig
 from jspec.eval.sample import prepared
 from jspec.eval.tuning import GAMMAS, RATIOS, Bench, Trial, Tuning, draft_at, tune
+from jspec.eval.tuning_pictures import draw
 from jspec.extras import install
 from jspec.models.bundled import bundled_path
 from jspec.policies import Dense
 from jspec.policies.hata import with_hashes
 
 
-def run_tune(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     ratios, gammas = arguments.ratio or RATIOS, arguments.gamma or GAMMAS
     for ratio in ratios:
@@ -129,8 +130,6 @@ def _draw(tuning: Tuning, plain: float, folder: Path, out: str) -> str:
     """Draw both pictures; returns what to tell the user."""
     if find_spec("matplotlib") is None:
         return f"no pictures: {install('bench')}"
-    from jspec.eval.tuning_pictures import draw
-
     draw(tuning, plain, folder)
     return f"pictures in {out}: acceptance.png, throughput.png"
 

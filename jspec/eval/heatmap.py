@@ -9,7 +9,6 @@ import numpy as np
 
 from jspec.eval.evaluate import evaluate
 from jspec.eval.questions import needle_question
-from jspec.extras import install
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Policy
 from jspec.typing import Model
@@ -40,22 +39,12 @@ def needles(
     return shares
 
 
-def check_pictures() -> None:
-    """Raise `ValueError` with the way out where matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError(f"pictures need matplotlib; {install('bench')}") from None
-
-
 def draw(shares: np.ndarray, lengths: Sequence[int], title: str, path: str | Path) -> None:
     """Write the picture of ``shares [depths, lengths]``."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(1.6 + 0.7 * len(lengths), 4.5), layout="constrained")
+    figure = Figure(figsize=(1.6 + 0.7 * len(lengths), 4.5), layout="constrained")
+    axes = figure.subplots()
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
     axes.set_yticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
@@ -66,4 +55,3 @@ def draw(shares: np.ndarray, lengths: Sequence[int], title: str, path: str | Pat
         axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize="small")
     figure.colorbar(image, label="needles found")
     figure.savefig(path, dpi=150)
-    plt.close(figure)

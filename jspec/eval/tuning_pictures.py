@@ -11,20 +11,18 @@ from jspec.eval.tuning import Tuning
 
 def draw(tuning: Tuning, plain: float, folder: Path) -> None:
     """Write acceptance.png and throughput.png into ``folder``; ``plain``: tokens a second."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(5, 3.4), layout="constrained")
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    axis = figure.subplots()
     _line(axis, [(100 * trial.ratio, trial.accepted) for trial in tuning.acceptance])
     axis.axvline(100 * tuning.settled, color="#1a202c", linestyle="--", linewidth=1)
     axis.set(
         xlabel="ratio of the context, %", ylabel="accepted draft tokens a step", ylim=(0, None)
     )
     figure.savefig(folder / "acceptance.png", dpi=120)
-    plt.close(figure)
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     _line(axes[0], [(trial.gamma, trial.tokens_per_s) for trial in tuning.gammas])
     axes[0].set(xlabel="gamma", ylabel="tokens / s", title=f"ratio {tuning.settled:g}")
     _line(axes[1], [(100 * trial.ratio, trial.tokens_per_s) for trial in tuning.ratios])
@@ -34,7 +32,6 @@ def draw(tuning: Tuning, plain: float, folder: Path) -> None:
         axis.set_ylim(0, None)
         axis.legend(fontsize=7, frameon=False)
     figure.savefig(folder / "throughput.png", dpi=120)
-    plt.close(figure)
 
 
 def _line(axis: Any, points: Sequence[tuple[float, float]]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jax.typing import DTypeLike
+from jax.typing import DTypeLike
 
-    from jspec.models.decoder import Decoder
-    from jspec.models.tokenizer import Tokenizer
+from jspec.models.checkpoint import load_model
+from jspec.models.decoder import Decoder
+from jspec.models.tokenizer import Tokenizer, load_tokenizer
 
 
 def bundled_path() -> Path:
@@ -27,8 +26,5 @@ def load_bundled(dtype: DTypeLike | None = None) -> tuple[Decoder, Tokenizer]:
     Returns:
         The model and its tokenizer.
     """
-    from jspec.models.checkpoint import load_model
-    from jspec.models.tokenizer import load_tokenizer
-
     path = bundled_path()
     return load_model(path, dtype=dtype), load_tokenizer(path)

@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import ext, nodes, parser
@@ -16,9 +16,7 @@ from jspec.models.errors import CheckpointError
 from jspec.models.files import Fields, directory_of, read_json
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_vocabulary import read_vocabulary
-
-if TYPE_CHECKING:
-    from jspec.models.tokenizer import Tokenizer
+from jspec.models.tokenizer import Tokenizer
 
 FILE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"

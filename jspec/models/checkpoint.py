@@ -17,12 +17,13 @@ import numpy as np
 from flax import nnx
 
 from jspec.config import ModelConfig
-from jspec.models import mxfp4_experts
+from jspec.models import mxfp4_experts, saved
 from jspec.models.decoder import Decoder
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
 from jspec.models.files import Fields, read_json
 from jspec.models.gguf_file import gguf_path
+from jspec.models.gguf_weights import GGUFWeights
 from jspec.models.joined import separate, separate_shapes
 from jspec.models.progress import loading
 from jspec.models.weights import Weights, quantization_of
@@ -86,9 +87,6 @@ def check_model(path: Path) -> None:
         raise CheckpointError(f"{path} {state}; pass a local model directory, jspec downloads none")
     if (path / SETTINGS).is_file():
         return
-    # orbax takes a second to import, which only its own checkpoints should cost.
-    from jspec.models import saved
-
     if not (path / saved.SETTINGS).is_file():
         raise CheckpointError(
             f"{path} is no model: it has neither {SETTINGS} (Hugging Face) nor {saved.SETTINGS} "
@@ -109,8 +107,6 @@ def save_model(model: Decoder, path: str | os.PathLike) -> None:
         CheckpointError: ``path`` exists or cannot be written.
         ValueError: ``model`` is a quantised copy.
     """
-    from jspec.models import saved
-
     path = Path(path)
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists; choose another path, save_model never overwrites")
@@ -150,8 +146,6 @@ def _load_hugging_face(
 
 
 def _load_gguf(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
-    from jspec.models.gguf_weights import GGUFWeights
-
     weights = GGUFWeights(path)
     skeleton = _Skeleton(weights.config, dtype)
     weights.check(separate_shapes(weights.config, skeleton.shapes))
@@ -159,8 +153,6 @@ def _load_gguf(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
 
 
 def _load_saved(path: Path, dtype: np.dtype, sharding: Placing, keep_mxfp4: bool | None) -> Decoder:
-    from jspec.models import saved
-
     config, version = saved.read_settings(path)
     stored = saved.read_shapes(path, config.num_layers)
     try:

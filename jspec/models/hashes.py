@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import LAYER_LIMIT, LayerSpec
+from jspec.models import saved
 from jspec.models.bundled import bundled_path
 from jspec.models.errors import CheckpointError, quoted
 from jspec.models.files import INTEGER_LIMIT, Fields, read_json
@@ -56,8 +57,6 @@ def save_hashes(hashes: Hashes, path: str | os.PathLike, made: Mapping[str, Any]
         CheckpointError: ``path`` exists or cannot be written.
         ValueError: the layers have different numbers of bits, or none has hashes.
     """
-    from jspec.models import saved
-
     path = Path(path)
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists; choose another path, hashes are never overwritten")
@@ -87,9 +86,6 @@ def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
     Raises:
         CheckpointError: files are missing, malformed or do not fit together.
     """
-    # orbax takes a second to import, which only its own files should cost.
-    from jspec.models import saved
-
     path = bundled_path() / FOLDER if path is None else Path(path)
     bits, sizes = _read_settings(path / SETTINGS)
     expected = {_name(layer): (*size, bits) for layer, size in enumerate(sizes) if size is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import uuid
@@ -19,7 +20,6 @@ import numpy as np
 from jspec.config import ModelConfig
 from jspec.models.errors import CheckpointError, on_one_line, quoted
 from jspec.models.files import Fields, read_json
-from jspec.models.orbax import ocp, quiet
 
 SETTINGS = "jspec.json"
 ARRAYS = "arrays"
@@ -48,7 +48,7 @@ def write_folder(path: Path, arrays: Mapping[str, Any], name: str, settings: Any
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.mkdir()
-        with quiet(), ocp.StandardCheckpointer() as checkpointer:
+        with _quiet(), _orbax().StandardCheckpointer() as checkpointer:
             checkpointer.save(partial.absolute() / ARRAYS, dict(arrays))
         _write_json(partial / name, settings)
         os.rename(partial, path)
@@ -176,8 +176,8 @@ def read_into(path: Path, name: str, out: np.ndarray, axes: Sequence[np.ndarray]
     ``axes`` is ignored: the whole array is read.
     """
     template = {name: jax.ShapeDtypeStruct(out.shape, out.dtype)}
-    arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=out.dtype)}
-    with _reading(path, ocp.PyTreeCheckpointer) as (directory, checkpointer):
+    arguments = {name: _orbax().RestoreArgs(restore_type=np.ndarray, dtype=out.dtype)}
+    with _reading(path, "PyTreeCheckpointer") as (directory, checkpointer):
         restored = checkpointer.restore(
             directory, item=template, restore_args=arguments, partial_restore=True
         )
@@ -185,14 +185,39 @@ def read_into(path: Path, name: str, out: np.ndarray, axes: Sequence[np.ndarray]
 
 
 @contextlib.contextmanager
-def _reading(
-    path: Path, make: Callable[[], Any] = ocp.StandardCheckpointer
-) -> Iterator[tuple[Path, Any]]:
+def _reading(path: Path, kind: str = "StandardCheckpointer") -> Iterator[tuple[Path, Any]]:
     directory = path.absolute() / ARRAYS
     try:
-        with quiet(), make() as checkpointer:
+        with _quiet(), getattr(_orbax(), kind)() as checkpointer:
             yield directory, checkpointer
     except CheckpointError:
         raise
     except Exception as error:  # orbax has no one type for what it cannot read
         raise CheckpointError(f"{directory} cannot be read: {on_one_line(error)}") from error
+
+
+def _orbax() -> Any:
+    """The package orbax.checkpoint, which takes a second to import."""
+    with _quiet():
+        import orbax.checkpoint
+    return orbax.checkpoint
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep orbax's log lines from the user: what goes wrong is raised.
+
+    absl gives the root logger a handler with its first line, when orbax is imported or later, which
+    would print other libraries' lines a second time; it is removed.
+    """
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    logger, handlers = logging.getLogger("absl"), logging.root.handlers[:]
+    logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(nothing)
+        logging.root.handlers[:] = handlers

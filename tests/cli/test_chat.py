@@ -54,7 +54,7 @@ def test_a_model_without_a_template_says_the_way_out(run, model, tmp_path, monke
     way_out = "the model has no chat template for messages; give it a plain prompt, without --chat"
     for which in (("--model", str(model)), ()):
         with monkeypatch.context() as patch:  # a large model is not loaded in vain
-            patch.setattr("jspec.models.checkpoint.load_model", None)
+            patch.setattr("jspec.cli.generate.load_model", None)
             code, out, err = run(*which, "--chat", "--prompt", "hello", *ASKED)
         assert (code, out) == (2, "")
         assert err.startswith(f"jspec: error: {way_out}")

@@ -7,7 +7,6 @@ import pytest
 from jspec.cli import demo
 from jspec.decode.generation import Generation
 from jspec.decode.stats import Stats
-from jspec.models import checkpoint
 from jspec.models.checkpoint import load_model
 
 NUMBER, NAMES = "71905", ["GZWEN", "YWSQB", "TMCGO", "SNPWR", "JQPCB"]
@@ -70,7 +69,7 @@ def test_the_command_shows_question_answer_and_verdict(run, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["ngram", "none"])
 def test_the_bundled_model_answers_right(run, draft, monkeypatch):
-    monkeypatch.setattr(checkpoint, "load_model", load_model)  # all layers of it
+    monkeypatch.setattr("jspec.cli.generate.load_model", load_model)  # all layers of it
     code, out, err = run("--demo", "--draft", draft)
     assert (code, out) == (0, ANSWER)
     assert max(map(len, err.splitlines())) <= 80

@@ -7,7 +7,6 @@ import pytest
 
 from jspec.cli import main
 from jspec.decode import generation
-from jspec.models import checkpoint
 
 
 @pytest.mark.parametrize(
@@ -134,13 +133,13 @@ def test_a_device_without_memory_is_one_line(run, monkeypatch):
     what = "with 1 prompts at a time, the longest of 13 tokens with max_new_tokens"
     assert err == f"jspec: error: the device is out of memory {what}{way_out}"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "load_model", exhausted)
+        patch.setattr("jspec.cli.generate.load_model", exhausted)
         code, out, err = run("--prompt", "hello")
     assert (code, out, err) == (2, "", f"jspec: error: out of memory{way_out}")
 
     def broken(*args, **settings):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(checkpoint, "load_model", broken)
+    monkeypatch.setattr("jspec.cli.generate.load_model", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         run("--prompt", "hello")

@@ -128,8 +128,8 @@ def test_ctrl_c_while_jaxlib_is_imported_is_one_line(run, monkeypatch):
     def missing(arguments):
         raise ImportError("no such module")
 
-    monkeypatch.setattr("jspec.cli.generate.generate", importing)
+    monkeypatch.setattr("jspec.cli.generate.run", importing)
     assert run("--demo") == (130, "", "jspec: interrupted\n")
-    monkeypatch.setattr("jspec.cli.generate.generate", missing)
+    monkeypatch.setattr("jspec.cli.generate.run", missing)
     with pytest.raises(ImportError, match="no such module"):
         run("--demo")

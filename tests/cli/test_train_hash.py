@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("optax")
-
 import jspec
 from jspec.cli import main, train_hash
 from jspec.train.loss import HashTraining
@@ -119,9 +117,3 @@ def test_too_little_text_is_refused(model, texts, tmp_path, capsys):
     Path(texts[0]).write_text("short")
     assert run(model, texts[:1], tmp_path / "out") == 2
     assert "none of 1 files has the 16 tokens" in capsys.readouterr().err
-
-
-def test_without_optax_the_command_says_how_to_get_it(model, texts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train_hash, "find_spec", lambda name: None)
-    assert run(model, texts, tmp_path / "out") == 2
-    assert "train-hash needs optax: pip install" in capsys.readouterr().err

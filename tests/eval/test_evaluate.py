@@ -10,7 +10,7 @@ from rich.console import Console
 
 import jspec
 from jspec import cli
-from jspec.cli import evaluate as command
+from jspec.cli import eval as command
 from jspec.decode.draft import NoDraft, SelfDraft
 from jspec.decode.stats import Stats
 from jspec.eval import evaluate as module

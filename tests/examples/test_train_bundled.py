@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-pytest.importorskip("optax")
 
 import jspec  # noqa: E402
 from examples.train_bundled import (  # noqa: E402

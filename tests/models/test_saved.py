@@ -217,13 +217,16 @@ def test_nothing_is_overwritten(tmp_path, tiny):
         save_model(tiny, tmp_path / "absent" / "model")
 
 
-@pytest.mark.parametrize("failing", ["ocp.StandardCheckpointer", "json.dumps", "os.rename"])
+@pytest.mark.parametrize("failing", ["StandardCheckpointer", "dumps", "rename"])
 def test_nothing_half_written_stays(tmp_path, tiny, monkeypatch, failing):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    module, function = failing.split(".")
-    monkeypatch.setattr(saved, module, types.SimpleNamespace(**{function: fail}))
+    library = types.SimpleNamespace(**{failing: fail})
+    if failing == "StandardCheckpointer":
+        monkeypatch.setattr(saved, "_orbax", lambda: library)
+    else:
+        monkeypatch.setattr(saved, "json" if failing == "dumps" else "os", library)
     with pytest.raises(CheckpointError, match="saved cannot be written: No space left on device"):
         save_model(tiny, tmp_path / "saved")
     assert list(tmp_path.iterdir()) == []

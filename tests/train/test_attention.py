@@ -7,11 +7,9 @@ import pytest
 from scipy.special import log_softmax, softmax
 
 from jspec import LayerSpec
+from jspec.train.attention import RECENT, SINKS, attention_loss, learn_attention, views_of
 from jspec.train.loss import HashTraining
 from jspec.train.recall import compare, principal_axes
-
-pytest.importorskip("optax")
-from jspec.train.attention import RECENT, SINKS, attention_loss, learn_attention, views_of
 
 SPEC = LayerSpec(2, 8, 8)
 POSITIONS = np.array([299, 170, SINKS + RECENT - 1])  # the last has no key to score

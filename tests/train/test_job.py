@@ -6,8 +6,6 @@ import json
 import numpy as np
 import pytest
 
-pytest.importorskip("optax")
-
 from jspec import CheckpointError, load_hashes
 from jspec.train import job as jobs
 from jspec.train.job import Job, Texts, run

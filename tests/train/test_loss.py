@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from jspec import LayerSpec
+from jspec.train.learn import learn
 from jspec.train.loss import HashTraining, hash_loss
 from jspec.train.samples import Pairs, pairs_of
-
-pytest.importorskip("optax")
-from jspec.train.learn import learn
 
 SETTINGS = HashTraining(bits=32, epochs=1, iterations=3, pairs=64)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,14 @@ def draw_overlap(rows: Sequence[dict[str, Any]], title: str, path: str | Path) -
         axes.set_ylim(bottom=0)
 
 
-class _figure:
-    """Axes side by side, written to ``path`` at the end."""
+@contextlib.contextmanager
+def _figure(count: int, path: str | Path) -> Iterator[list[Any]]:
+    """``count`` axes next to each other, written to ``path`` at the end."""
+    from matplotlib.figure import Figure
 
-    def __init__(self, count: int, path: str | Path) -> None:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        import matplotlib.pyplot as plt
-
-        self.plt, self.path = plt, path
-        size = (4.5 * count + 2 * (count == 1), 4)
-        self.figure, axes = plt.subplots(1, count, figsize=size, layout="constrained")
-        self.axes = list(np.atleast_1d(axes))
-
-    def __enter__(self) -> Sequence[Any]:
-        for axes in self.axes:
-            axes.grid(alpha=0.3)
-        return self.axes
-
-    def __exit__(self, *error: object) -> None:
-        if error[0] is None:
-            self.figure.savefig(self.path, dpi=120)
-        self.plt.close(self.figure)
+    figure = Figure(figsize=(4.5 * count + 2 * (count == 1), 4), layout="constrained")
+    axes = list(np.atleast_1d(figure.subplots(1, count)))
+    for each in axes:
+        each.grid(alpha=0.3)
+    yield axes
+    figure.savefig(path, dpi=120)

@@ -19,6 +19,7 @@ from jspec.eval.evaluate import Budget, Run, Score, budget_of, evaluate_all, wit
 from jspec.eval.jsonl import read_questions
 from jspec.eval.questions import Asked, ruler_questions, tokenized_questions
 from jspec.eval.ruler import TASKS
+from jspec.extras import check_matplotlib
 from jspec.models.bundled import bundled_path
 from jspec.models.checkpoint import load_model
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
@@ -28,7 +29,7 @@ from jspec.policies.hata import with_hashes
 Asking = tuple[str, Budget, Policy]  # a policy's name with its settings, and its budget
 
 
-def run_eval(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     runs = _runs(arguments)
     user_questions, metric = None, arguments.metric
@@ -38,7 +39,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     if arguments.heatmap:
         if len(runs) > 1:
             raise ValueError("--heatmap takes one --policy and at most one --budget")
-        heatmap.check_pictures()
+        check_matplotlib()
     if arguments.compile_cache:
         keep_programs()
     path = bundled_path() if arguments.model in (None, "bundled") else arguments.model
