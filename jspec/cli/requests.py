@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any, BinaryIO
 from jspec.cli import demo
 from jspec.cli.errors import one_line
 from jspec.config import SamplingParams
+from jspec.models.files import parse_json
 
 Message = dict[str, str]  # a role and a content
 
 LINE_LIMIT = 2**24  # bytes of a request: four for each token of a context of four million
 STOP_LIMIT, STOP_LENGTH = 64, 1024  # stop texts, and characters of each: all are looked for always
-_DIGITS = 20  # of an int; Python takes thousands, at quadratic cost
 _FIELDS = {
     "max_new_tokens": int,
     "temperature": float,
@@ -188,40 +187,10 @@ def _parsed(line: bytes | None) -> dict[str, Any]:
     """The JSON object of a line. Raises `ValueError` for anything else."""
     if line is None:
         raise ValueError(f"is longer than {LINE_LIMIT} bytes")
-    try:
-        text = line.decode("utf-8-sig")
-        value = _DECODER.decode(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg}, at character {error.pos + 1}") from None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
+    value = parse_json(line)
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, got {type(value).__name__}")
     return value
-
-
-def _int(digits: str) -> int:
-    if len(digits) > _DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits; it may have {_DIGITS}")
-    return int(digits)
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for name, one in pairs:
-        if name in value:
-            raise ValueError(f"field {name!r:.80} is given twice")
-        value[name] = one
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_int=_int, parse_constant=_no_number, object_pairs_hook=_object)
 
 
 def _id(value: dict[str, Any]) -> str | int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jspec.models.files import read_file
+from jspec.models.files import read_json
 
 LIMIT = 2**16  # bytes of a file
 
@@ -17,14 +17,10 @@ def written(draft: str, gamma: int) -> str:
 
 def read_settings(path: str) -> tuple[str, int]:
     """The draft and gamma of a file. Raises `ValueError` for anything else."""
-    try:
-        settings = json.loads(read_file(Path(path), LIMIT))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    right = isinstance(settings, dict) and set(settings) == {"draft", "gamma"}
-    right = right and isinstance(settings["draft"], str) and type(settings["gamma"]) is int
-    if not right:
+    settings = read_json(Path(path), LIMIT)
+    draft, gamma = settings.get("draft"), settings.get("gamma")
+    if set(settings) != {"draft", "gamma"} or type(draft) is not str or type(gamma) is not int:
         raise ValueError(
             f'{path} must be {{"draft": "NAME:...", "gamma": N}}, as jspec tune writes it'
         )
-    return settings["draft"], settings["gamma"]
+    return draft, gamma

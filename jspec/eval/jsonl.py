@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from jspec.eval.questions import Question
+from jspec.models.files import parse_json
 
 LINE_LIMIT = 2**26  # bytes
 # The field of the answers, and how they are scored unless the caller says otherwise.
@@ -47,10 +47,7 @@ def read_questions(path: str | Path) -> tuple[list[Question], str]:
 def _question(line: bytes, name: str) -> tuple[Question, str]:
     if len(line) > LINE_LIMIT:
         raise ValueError(f"is longer than {LINE_LIMIT} bytes")
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError("is no JSON") from None
+    value = parse_json(line)
     if not isinstance(value, dict):
         raise ValueError(f"must be a JSON object, got {type(value).__name__}")
     field = next((field for field in ANSWERS if field in value), None)

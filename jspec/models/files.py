@@ -44,24 +44,26 @@ def read_file(path: Path, limit: int) -> bytes:
 
 def read_json(path: Path, limit: int = SETTINGS_LIMIT) -> dict[str, Any]:
     """The JSON object in ``path``; `CheckpointError` where it is missing, huge or malformed."""
-    values = parse_json(read_file(path, limit), str(path))
+    try:
+        values = parse_json(read_file(path, limit))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
     return values
 
 
-def parse_json(content: bytes, source: str) -> Any:
-    """The JSON value in ``content``, in which no object has a key twice.
-
-    Raises `CheckpointError`, which names ``source``.
-    """
+def parse_json(content: bytes) -> Any:
+    """The JSON value in ``content``; `ValueError` where it is none or an object has a key twice."""
     try:
         text = content.decode("utf-8-sig")
         return json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
     except RecursionError:
-        raise CheckpointError(f"{source} is nested too deeply") from None
+        raise ValueError("is nested too deeply") from None
     except ValueError as error:
-        raise CheckpointError(f"{source} is not valid JSON: {on_one_line(error)}") from None
+        raise ValueError(f"is not valid JSON: {on_one_line(error)}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

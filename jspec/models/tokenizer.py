@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from jspec.models.errors import CheckpointError, on_one_line, quoted
-from jspec.models.files import directory_of, parse_json, read_file
+from jspec.models.files import directory_of, read_json
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_tokenizer import UnreadTokenizerError, tokenizer_fields
 from jspec.models.token_bytes import byte_alphabet, byte_decoder
@@ -258,9 +258,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             return _made(values, content, stored)
     if not file.exists():
         raise CheckpointError(f"{file} does not exist; a model directory holds a tokenizer.json")
-    content = read_file(file, FILE_LIMIT)
-    values = parse_json(content, str(file))
-    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+    values, content = read_json(file, FILE_LIMIT), file.read_bytes()
+    if not isinstance(values.get("model"), dict):
         raise CheckpointError(f"{file}: not a tokenizer (it has no model)")
     return _made(values, content, file)
 

@@ -42,7 +42,7 @@ GOOD = {"prompt": "x", "outputs": ["y"], "task": "t"}
     ("lines", "message"),
     [
         ([], "holds no tasks"),
-        ([GOOD, "{"], "line 2: is no JSON"),
+        ([GOOD, "{"], "line 2: is not valid JSON"),
         (["[]"], "line 1: must be a JSON object, got list"),
         ([{"prompt": "x"}], "has no answers; name them by one of outputs, answers, answer"),
         ([{"prompt": "x", "answer": []}], "'answer' must be a text or a list of texts"),

@@ -107,7 +107,7 @@ def test_latents_give_the_rate_of_their_arithmetic(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ("[]", "must hold a JSON object"),
         (
             {"suite": "verify", "rows": []},

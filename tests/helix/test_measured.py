@@ -88,7 +88,7 @@ def test_the_command_fits_and_predicts(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ('{"suite": "verify", "rows": []}', "is a result of 'verify'; write one with"),
         ('{"suite": "helix-step", "rows": [{"step_ns": [1]}]}', "is no result of helix-step: KeyE"),
     ],

@@ -21,7 +21,7 @@ from tests.models import tokenizers as made
         (None, "does not exist; a model directory holds a tokenizer.json"),
         (b"", "is not valid JSON"),
         (b"{", "is not valid JSON"),
-        (b"[]", "not a tokenizer"),
+        (b"[]", "must hold a JSON object, got list"),
         (b'{"model": 3}', "not a tokenizer"),
         (b'{"model": {}}', "not a tokenizer"),
         (b'{"model": {}, "model": {}}', "'model' appears twice"),

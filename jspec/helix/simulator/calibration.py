@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from jspec.helix.simulator.cost import Constants
-from jspec.helix.simulator.shapes import Hardware, read_object
+from jspec.helix.simulator.shapes import Hardware
+from jspec.models.files import read_json
 
 # Bytes on a link of each of P devices that gives n of them, as `jspec.helix.simulator.cost` counts.
 SENT: dict[str, Callable[[int, float], float]] = {
@@ -72,7 +73,7 @@ def load_fit(path: str | Path) -> Fit:
     Raises:
         ValueError: the file holds no such result, or too few measurements.
     """
-    result = read_object(Path(path))
+    result = read_json(Path(path))
     suite = result.get("suite")
     if suite not in SUITES:
         raise ValueError(

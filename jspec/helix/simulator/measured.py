@@ -15,7 +15,8 @@ import numpy as np
 
 from jspec.helix.simulator.configurations import STRATEGIES, Configurations
 from jspec.helix.simulator.cost import Constants, attention_seconds, step_times
-from jspec.helix.simulator.shapes import Hardware, ModelShape, load_shape, read_object
+from jspec.helix.simulator.shapes import Hardware, ModelShape, load_shape
+from jspec.models.files import read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def predictions(
     Raises:
         ValueError: the file holds no such result.
     """
-    result = read_object(Path(path))
+    result = read_json(Path(path))
     suite = result.get("suite")
     if suite not in PREDICTED:
         raise ValueError(

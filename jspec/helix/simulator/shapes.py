@@ -8,6 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jspec.models.files import read_json
+
 DATA = files("jspec.helix.simulator") / "data"
 CONFIG = {  # of a Hugging Face config.json
     "layers": ("num_hidden_layers",),
@@ -109,7 +111,7 @@ def load_shape(name: str) -> ModelShape:
         raise ValueError(
             f"model {name!r} is neither a file nor one of {', '.join(shipped('models'))}"
         )
-    return shape_of_config(path.parent.name or path.stem, read_object(path))
+    return shape_of_config(path.parent.name or path.stem, read_json(path))
 
 
 def shape_of_config(name: str, config: dict[str, Any]) -> ModelShape:
@@ -145,7 +147,7 @@ def load_hardware(name: str) -> Hardware:
             f"hardware {name!r} is neither a file nor one of {', '.join(shipped('hardware'))}"
         )
     try:
-        return Hardware(name=path.stem, **_sizes(read_object(path)))
+        return Hardware(name=path.stem, **_sizes(read_json(path)))
     except TypeError as error:
         raise ValueError(f"hardware {name}: {error}") from None
 
@@ -162,14 +164,3 @@ def _shipped(kind: str, name: str) -> dict[str, Any]:
 def _sizes(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a data file without its ``source``."""
     return {key: value for key, value in fields.items() if key != "source"}
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file. Raises `ValueError` for any other file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return value
