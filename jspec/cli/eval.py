@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress as Bars
 from rich.table import Table
 
 from jspec.cli.compile_cache import keep_programs
-from jspec.cli.show import console, environment
+from jspec.cli.show import counted_bars, environment
 from jspec.eval import heatmap
 from jspec.eval.evaluate import Budget, Run, Score, budget_of, evaluate_all, with_budget
 from jspec.eval.jsonl import read_questions
@@ -42,18 +41,16 @@ def run(arguments: argparse.Namespace) -> int:
         check_matplotlib()
     if arguments.compile_cache:
         keep_programs()
-    path = bundled_path() if arguments.model in (None, "bundled") else arguments.model
+    path = Path(arguments.model or bundled_path())
     tokenizer, model = load_tokenizer(path), load_model(path)
     if arguments.length > model.config.max_context:
         raise ValueError(
             f"--length {arguments.length} exceeds the model's context of {model.config.max_context}"
         )
-    runs = [(name, budget, with_hashes(policy, Path(path))) for name, budget, policy in runs]
+    runs = [(name, budget, with_hashes(policy, path)) for name, budget, policy in runs]
     questions = _questions(arguments, tokenizer, user_questions)
     settings = {"length": arguments.length, "metric": metric or "recall", "batch": arguments.batch}
-    shows = console()
-    hidden = arguments.json or not shows.is_terminal
-    with Bars(console=shows, transient=True, disable=hidden) as bars:
+    with counted_bars(transient=True) as bars:
         task = bars.add_task("answers", total=len(runs) * len(questions))
         scores = evaluate_all(
             *(model, tokenizer, [Run(policy, arguments.draft) for *_, policy in runs], questions),

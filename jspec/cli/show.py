@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
@@ -28,6 +28,18 @@ def console() -> Console:
 def counted(number: int, thing: str) -> str:
     """As in ``1 text`` and ``2 texts``."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def counted_bars(*, transient: bool) -> Bars:
+    """Bars of how many things are done, on stderr where that is a terminal."""
+    shows = console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Bars(
+        *(*columns, TimeElapsedColumn()),
+        console=shows,
+        transient=transient,
+        disable=not shows.is_terminal,
+    )
 
 
 class Progress:

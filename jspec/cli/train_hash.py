@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from rich.progress import TaskID
 from rich.table import Table
 
 from jspec.cli.compile_cache import keep_programs
-from jspec.cli.show import console, counted, environment, print_json
+from jspec.cli.show import console, counted, counted_bars, environment, print_json
 from jspec.extras import install
 from jspec.models.bundled import bundled_path
 from jspec.models.checkpoint import load_model
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.compile_cache:
         keep_programs()
-    path = bundled_path() if arguments.model in (None, "bundled") else Path(arguments.model)
+    path = Path(arguments.model or bundled_path())
     tokenizer, model = load_tokenizer(path), load_model(path)
     length = _length(arguments.length, model.config.max_context)
     learned = _texts(arguments.data, tokenizer, length, "--data")
@@ -125,11 +124,7 @@ def _enough(texts: list[list[int]], pairs: int, seed: int) -> list[list[int]]:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each thing that is done, on stderr where that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    shows = console()
-    with Bars(
-        *(*columns, TimeElapsedColumn()), console=shows, disable=not shows.is_terminal
-    ) as bars:
+    with counted_bars(transient=False) as bars:
         tasks: dict[str, TaskID] = {}
 
         def on_progress(what: str, done: int, total: int) -> None:

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 from rich.table import Table
 
 from jspec.cli.compile_cache import keep_programs
@@ -20,7 +18,7 @@ from jspec.cli.generate import Job, Ready, backends_of, load, ready_for
 from jspec.cli.output import whole_folder
 from jspec.cli.requests import Refused, read_requests
 from jspec.cli.settings import written
-from jspec.cli.show import console, environment, print_json
+from jspec.cli.show import console, counted_bars, environment, print_json
 from jspec.decode.checks import one_each
 from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.settings import StepConfig
@@ -98,14 +96,7 @@ def _arrays(arguments: argparse.Namespace, job: Job, draft: Drafter) -> Any:
 @contextlib.contextmanager
 def _bar(total: int) -> Iterator[Callable[[], None]]:
     """A bar on stderr where that is a terminal; call what it yields after each measurement."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    shows = console()
-    with Bars(
-        *(*columns, TimeElapsedColumn()),
-        console=shows,
-        transient=True,
-        disable=not shows.is_terminal,
-    ) as bars:
+    with counted_bars(transient=True) as bars:
         task = bars.add_task("settings tried, at most", total=total)
         yield lambda: bars.advance(task)
 

@@ -208,33 +208,31 @@ class Tail:
     """How often tokens are drawn that random numbers of 23 bits cannot reach, of 8,192 draws."""
 
     def p_value(self, verifier: Verifier, rows: int, seed: int) -> float:
-        return _tail(verifier, seed)
+        from scipy.stats import binomtest
 
-
-def _tail(verifier: Verifier, seed: int) -> float:
-    from scipy.stats import binomtest
-
-    share = 0.8 * 2.0**-24
-    logits = np.full(TAIL, np.log(share / (1 - share * (TAIL - 1))), np.float32)
-    logits[-1] = 0
-    law = law_of(logits[None], 1.0, 1.0)[0]
-    unreached = np.diff(np.ceil(np.cumsum(law) * 2**23), prepend=0) == 0
-    rows = np.broadcast_to(logits, (AT_ONCE, 1, TAIL))
-    drawn = []
-    for begin in range(0, TAIL_ROWS, AT_ONCE):
-        seeds = (seed * TAIL_ROWS + begin + np.arange(AT_ONCE)).astype(np.uint32)
-        block = verifier(
-            rows[:, :0],
-            rows,
-            temperature=1.0,
-            top_p=1.0,
-            seeds=seeds,
-            positions=np.full(AT_ONCE, START, np.int32),
+        share = 0.8 * 2.0**-24
+        logits = np.full(TAIL, np.log(share / (1 - share * (TAIL - 1))), np.float32)
+        logits[-1] = 0
+        law = law_of(logits[None], 1.0, 1.0)[0]
+        unreached = np.diff(np.ceil(np.cumsum(law) * 2**23), prepend=0) == 0
+        target = np.broadcast_to(logits, (AT_ONCE, 1, TAIL))
+        drawn = []
+        for begin in range(0, TAIL_ROWS, AT_ONCE):
+            seeds = (seed * TAIL_ROWS + begin + np.arange(AT_ONCE)).astype(np.uint32)
+            block = verifier(
+                target[:, :0],
+                target,
+                temperature=1.0,
+                top_p=1.0,
+                seeds=seeds,
+                positions=np.full(AT_ONCE, START, np.int32),
+            )
+            drawn.append(np.asarray(block)[:, 0])
+        drawn = np.concatenate(drawn)
+        sets = (unreached, np.arange(TAIL) < TAIL - 1)
+        return min(
+            float(binomtest(int(s[drawn].sum()), TAIL_ROWS, law[s].sum()).pvalue) for s in sets
         )
-        drawn.append(np.asarray(block)[:, 0])
-    drawn = np.concatenate(drawn)
-    sets = (unreached, np.arange(TAIL) < TAIL - 1)
-    return min(float(binomtest(int(s[drawn].sum()), TAIL_ROWS, law[s].sum()).pvalue) for s in sets)
 
 
 ONE = problem(seed=1, vocabulary=4, gamma=1)

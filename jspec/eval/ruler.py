@@ -144,17 +144,6 @@ def needle(length_bytes: int, depth: float, seed: int, filler: Filler = sentence
     return Example(b"".join([*lines[:place], line, *lines[place:]]) + ask.question, ask.answers)
 
 
-def score(name: str, output: bytes, example: Example) -> float:
-    """The share of the expected strings that ``output`` contains, case ignored (RULER's recall).
-
-    It is 0 or 1 for the three needle tasks, which expect one string.
-    """
-    if name not in TASKS:
-        raise ValueError(f"task {name!r} is unknown; jspec has {', '.join(TASKS)}")
-    text = output.lower()
-    return sum(answer.lower() in text for answer in example.answers) / len(example.answers)
-
-
 def training_document(
     length_bytes: int, rng: np.random.Generator, filler: Filler = sentences
 ) -> tuple[bytes, list[tuple[int, int]]]:
