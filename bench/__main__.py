@@ -51,7 +51,7 @@ from bench import (
 from bench.decode import lossy, options
 from bench.machine import describe
 from bench.settings import Settings, console
-from bench.suite import Suite
+from bench.suite import OperationBenchmark, Suite
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
@@ -67,7 +67,8 @@ COMMANDS = {
     "all": "every suite but real",
     "show": "the tables of stored results: python -m bench show FILE...",
     "report": "docs/RESULTS.md and its pictures from bench/results",
-    "tune": "the order of backends from results: python -m bench tune DIR --json FILE",
+    "tune": "orders of backends, from results: python -m bench tune DIR --json FILE; block sizes, "
+    "searched on this GPU, without DIR",
     "env": "the machine and its versions",
 }
 _INTERRUPTED = threading.Event()
@@ -275,18 +276,21 @@ def _show(parser: argparse.ArgumentParser, files: Sequence[Path]) -> int:
 
 
 def _tune(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
-    from bench.tune import tune
+    from bench import tune
 
-    if len(asked.files) != 1 or asked.json is None:
-        parser.error("tune needs the folder of results and --json, the table to write")
-    (folder,) = asked.files
+    if len(asked.files) > 1 or asked.json is None:
+        parser.error("tune needs --json, the table to write, and at most one folder of results")
     _check_writable(parser, "--json", [asked.json])
     try:
-        tune(folder, asked.json)
+        if asked.files:
+            tune.tune(asked.files[0], asked.json)
+        else:
+            every = [x for suite in SUITES.values() for x in suite.benchmarks]
+            tune.tune_blocks(asked.json, [x for x in every if isinstance(x, OperationBenchmark)])
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except (KeyError, TypeError) as error:
-        parser.error(f"{folder} holds no results: {type(error).__name__}: {error}")
+        parser.error(f"{asked.files[0]} holds no results: {type(error).__name__}: {error}")
     return 0
 
 

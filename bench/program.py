@@ -95,6 +95,11 @@ def compile_all(
     return {key: done[key] for key in sources}
 
 
+def clear() -> None:
+    """Forget all compiled programs."""
+    _COMPILED.clear()
+
+
 def failure(key: Any, error: Exception) -> Absent:
     """The `Absent` of a program that raised; the last part of its key is its name."""
     name = key[-1] if isinstance(key, tuple) else str(key)

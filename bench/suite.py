@@ -35,6 +35,7 @@ class Suite:
             had one.
         custom_clocks: whether rows are timed by other clocks than those of `bench.clocks`.
         case: parses a case of ``--case``, `ValueError` if it is invalid; None: cases are fixed.
+        benchmarks: those that it consists of, if any.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Suite:
     compare: Callable[[Result, Result], int] = table.compare
     custom_clocks: bool = False
     case: Callable[[str], Any] | None = None
+    benchmarks: tuple[Benchmark, ...] = ()
 
     @property
     def names(self) -> set[str]:
@@ -197,4 +199,4 @@ def suite_of(name: str, title: str, *benchmarks: Benchmark) -> Suite:
                 advance()
 
     names = {name: None for benchmark in benchmarks for name in benchmark.names}
-    return Suite(name, title, run, rivals=tuple(names), case=parse)
+    return Suite(name, title, run, rivals=tuple(names), case=parse, benchmarks=benchmarks)

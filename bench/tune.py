@@ -5,8 +5,8 @@ are of a step in a jitted loop where they were measured, since a call that XLA c
 graph costs several launches there, and device times elsewhere. An order costs, at a point, the
 ratio of the first of its backends that ran. Points may be cut in two by a size and a bound, and the
 parts again, where that lowers the cost enough. Each part becomes a rule of the table (see
-`jspec.tuned`), those below a bound first. Block sizes are those of the table in use, see
-`bench.blocks`.
+`jspec.tuned`), those below a bound first. Without a folder of results, block sizes are searched
+instead: see `bench.blocks`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import regret
+from bench import blocks, regret
 from bench.point import best_clock, spread
 from bench.settings import console
+from bench.suite import OperationBenchmark
 from jspec import tuned
 from jspec.dispatch import Operation
+from jspec.gpu import gpu_in_use
 from jspec.ops import operations
 from jspec.ops.sample import SAMPLE
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
@@ -78,6 +80,25 @@ def tune(folder: Path, path: Path) -> None:
     # Sampling sums the same weights as stochastic verification, whose rules only use its sizes.
     orders[SAMPLE.name] = orders[VERIFY_STOCHASTIC.name]
     path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
+    tuned.load(path)
+
+
+def tune_blocks(path: Path, benchmarks: Sequence[OperationBenchmark]) -> None:
+    """Search block sizes on the GPU in use, and write them into a table.
+
+    Args:
+        path: the table to write; where it does not exist, the search starts from the table in use.
+        benchmarks: of the operations to search.
+
+    Raises:
+        ValueError: without an NVIDIA GPU.
+    """
+    gpu = gpu_in_use()
+    if gpu is None:
+        raise ValueError("block sizes are searched on an NVIDIA GPU, and JAX sees none")
+    device, capability = gpu
+    base = _base(path, device, "{}.{}".format(*capability))
+    path.write_text(text(blocks.search(base, benchmarks)))
     tuned.load(path)
 
 

@@ -1,4 +1,4 @@
-"""The table and the picture of docs/sampling.md: `python -m bench.report.law` writes them.
+"""The table of docs/sampling.md: `python -m bench.report.law` writes it.
 
 The law of what is drawn, by enumeration, against float64 softmax at the temperature that counts.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -94,83 +93,11 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(path: Path) -> None:
-    """From a number to a token above, and the law of 0.1.0 and of now against softmax below."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure(figsize=(9, 7), layout="constrained")
-    above, below = figure.subplots(2, 1, height_ratios=(5, 6))
-    _bits(above)
-    _ratios(below)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
-
-
-def _bits(axes: Any) -> None:
-    """The layouts as rows of 64 bits, the highest on the left."""
-    rows = (
-        ("a weight", [(10, "0", "#e2e8f0"), (23, "mantissa", "#2b6cb0"), (31, "", "#bee3f8")]),
-        ("its tile's sum", [(64, "sum of 1024 weights", "#2b6cb0")]),
-        ("its tile's mass", [(9, "0", "#e2e8f0"), (55, "sum >> distance + guard", "#38a169")]),
-        ("the row's mass", [(64, "sum of all tiles", "#38a169")]),
-        ("the number", [(32, "first word of Threefry", "#d69e2e"), (32, "second word", "#ecc94b")]),
-        ("the target", [(64, "upper 64 bits of number x row's mass", "#e53e3e")]),
-    )
-    for y, (name, fields) in enumerate(rows):
-        left = 0
-        for width, text, colour in fields:
-            axes.barh(-y, width, left=left, color=colour, edgecolor="white")
-            dark = colour not in ("#e2e8f0", "#bee3f8", "#ecc94b")
-            axes.text(left + width / 2, -y, text, ha="center", va="center", fontsize=9,
-                      color="white" if dark else "black")  # fmt: skip
-            left += width
-        axes.text(-1, -y, name, ha="right", va="center")
-    axes.text(48.5, 0, "0, moved right by the distance", ha="center", va="center", fontsize=9)
-    axes.set(xlim=(0, 64), title="64-bit integers from a logit to the drawn token")
-    axes.axis("off")
-
-
-def _ratios(axes: Any) -> None:
-    """What is drawn over softmax, by a token's probability."""
-    logits = shapes(128256, "float32")["Gaussian, deviation 3"]
-    expected = softmax(logits, 1.0)
-    laws = {
-        "0.1.0: numbers of 23 bits, masses of 30": (
-            coarse_law(expected, number_bits=23, mass_bits=30),
-            "#e53e3e",
-        ),
-        "64 bits": (token_probabilities(logits, SamplingParams(temperature=1.0)), "#2b6cb0"),
-    }
-    some = np.random.default_rng(0).choice(expected.size, 6000, replace=False)
-    for name, (found, colour) in laws.items():
-        variation = compare(found, expected).variation
-        axes.plot(
-            expected[some],
-            (found / expected)[some],
-            ".",
-            markersize=2,
-            color=colour,
-            label=f"{name}: total variation {variation:.0e}",
-        )
-    axes.set(
-        xscale="log",
-        ylim=(-0.1, 3),
-        xlabel="probability by softmax",
-        ylabel="drawn / softmax",
-        title="V = 128256, Gaussian logits of deviation 3, each point a token",
-    )
-    axes.legend(markerscale=6)
-
-
 def main() -> None:
     page = DOCS / "sampling.md"
     text = page.read_text()
     before, rest = text.split(BEGIN)
     page.write_text(before + BEGIN + table() + END + rest.split(END)[1])
-    picture(DOCS / "sampling.png")
 
 
 if __name__ == "__main__":

@@ -11,17 +11,20 @@ The fields of a file:
 
 A rule is ``{"up_to": {SIZE: BOUND, ...}, "take": ...}``. The first rule whose sizes are all at most
 their bounds applies; the last one has no ``up_to``. Sizes are those of
-`jspec.dispatch.Operation.sizes`. ``python -m bench tune`` writes the orders.
+`jspec.dispatch.Operation.sizes`. ``python -m bench tune`` writes orders and
+block sizes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jspec.gpu import gpu_in_use
 
@@ -93,9 +96,31 @@ def order(operation: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return serving(gpu_in_use()).table.order(operation, sizes)
 
 
+class Blocks(Protocol):
+    """What has block sizes, such as a `Table`."""
+
+    def block(self, operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, Any]: ...
+
+
+_BLOCKS: contextvars.ContextVar[Blocks | None] = contextvars.ContextVar("blocks", default=None)
+
+
+@contextlib.contextmanager
+def using(blocks: Blocks) -> Iterator[None]:
+    """A context in which kernels take these block sizes.
+
+    They are read while JAX traces: whatever is jitted must be traced again for others.
+    """
+    token = _BLOCKS.set(blocks)
+    try:
+        yield
+    finally:
+        _BLOCKS.reset(token)
+
+
 def block(operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, Any]:
     """The block sizes of a backend on the GPU in use, those of `DEFAULT` without one."""
-    return _table_of_blocks().block(operation, backend, sizes)
+    return (_BLOCKS.get() or _table_of_blocks()).block(operation, backend, sizes)
 
 
 def blocks(operation: str, backend: str) -> tuple[Mapping[str, Any], ...]:

@@ -5,10 +5,12 @@ import itertools
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from bench import tune
+from bench import blocks, tune
 from bench.__main__ import main
+from bench.suite import OperationBenchmark, Setup
 from bench.tune import Point, fit, points_of, text
 from jspec import tuned
 from jspec.dispatch import Backend, Operation, always
@@ -159,7 +161,7 @@ def test_a_table_that_is_there_keeps_its_blocks(tmp_path):
     [
         ({}, "new.json", "do not say the compute capability of NVIDIA Test"),
         ({"device": "NVIDIA Other"}, "old.json", "is for NVIDIA Test, and the results are of"),
-        ({}, None, "tune needs the folder of results and --json"),
+        ({}, None, "tune needs --json, the table to write"),
     ],
     ids=["no-capability", "another-gpu", "no-json"],
 )
@@ -209,3 +211,46 @@ def test_exact_is_for_those_who_ask_for_it():
     ]
     (point,) = points_of(rows, ATTENTION)
     assert point == Point({"batch": 1}, {"triton": 1.0, "xla": 2.0})
+
+
+def toy_benchmark(times, wrong=()):
+    """A benchmark whose kernel takes as long as ``times`` says of its tile, and is ``wrong`` for
+    some tiles."""
+    tiles = []
+
+    def run(x):
+        tiles.append(tuned.block("hash_encode", "one", {"batch": len(x)})["tile"])
+        return x
+
+    def check(out):
+        return tiles[-1] not in wrong
+
+    backends = {"xla": Backend("xla", print, always), "one": Backend("one", run, always)}
+    operation = Operation("hash_encode", backends, lambda x: {"batch": len(x)}, list)
+    bench = OperationBenchmark(
+        operation=operation,
+        setup=lambda case: Setup((jnp.zeros(case["B"]),), check, 1),
+        default={"B": 1},
+        **dict.fromkeys(("gpu", "quick", "cpu"), ("B=1",)),
+    )
+    return bench, lambda program, repeats: [times(tiles[-1])] * repeats
+
+
+@pytest.mark.parametrize(
+    ("wrong", "best"), [((), 64), ((64,), 32)], ids=["fastest", "fastest-that-is-right"]
+)
+def test_the_fastest_right_block_size_is_found(wrong, best, monkeypatch):
+    """Tiles nearer to 64 are faster; a second rule has no case and stays."""
+    bench, samples = toy_benchmark(lambda tile: 1000 + 100 * abs(tile - 64), wrong)
+    monkeypatch.setattr("bench.point.wall", samples)
+    rules = [Rule({"batch": 8}, {"tile": 16, "flag": False}), Rule({}, {"tile": 2, "flag": True})]
+    base = dataclasses.replace(tuned.tables()["h100"], blocks={"hash_encode": {"one": rules}})
+    table = blocks.search(base, [bench])
+    assert table.block("hash_encode", "one", {"batch": 1}) == {"tile": best, "flag": False}
+    assert table.blocks["hash_encode"]["one"][1] == rules[1]
+
+
+def test_block_sizes_are_searched_on_a_gpu_alone(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "--json", str(tmp_path / "new.json")])
+    assert "block sizes are searched on an NVIDIA GPU" in capsys.readouterr().err
