@@ -92,7 +92,7 @@ def _score_chunk(
 
     def piece(model, cache, tokens, positions, following):
         with config.of_target():
-            attend = dense_attend(positions, backends=config.of_verification)
+            attend = dense_attend(positions)
             hidden, cache = model(tokens, positions, attend, cache)
             logits = model.logits(hidden).astype(jnp.float32)
         return cache, _log_probabilities(logits, following, vocabulary_axes(model))

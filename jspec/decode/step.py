@@ -139,13 +139,6 @@ def run_target(
     models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
 ) -> tuple[Array, DecodeState, TargetPass]:
     """Run the target over the last token and the draft; its logits ``[B, gamma + 1, V]``."""
-    with config.of_target():
-        return _run_target(models, state, drafted, config)
-
-
-def _run_target(
-    models: Models, state: DecodeState, drafted: Drafted, config: StepConfig
-) -> tuple[Array, DecodeState, TargetPass]:
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
@@ -153,21 +146,23 @@ def _run_target(
     positions = jnp.where(counts, context_len[:, None] + index, -1)
     settings = {"policy": config.cache_policy, "policy_params": models.policy}
     collected, collect_policy = None, config.draft.collect_policy
-    if config.is_lossy:
-        hidden, cache, _ = run_selected(
-            *(models.target, tokens, positions, state.cache, context_len, 1), **settings
-        )
-    elif collect_policy is not None:
-        hidden, cache, collected = run_collecting(
-            *(models.target, tokens, positions, state.cache),
-            policy=collect_policy,
-            policy_params=models.policy,
-        )
-    else:
-        attend = dense_attend(positions, **settings)
-        hidden, cache = models.target(tokens, positions, attend, state.cache)
+    with config.of_target():
+        if config.is_lossy:
+            hidden, cache, _ = run_selected(
+                *(models.target, tokens, positions, state.cache, context_len, 1), **settings
+            )
+        elif collect_policy is not None:
+            hidden, cache, collected = run_collecting(
+                *(models.target, tokens, positions, state.cache),
+                policy=collect_policy,
+                policy_params=models.policy,
+            )
+        else:
+            attend = dense_attend(positions, **settings)
+            hidden, cache = models.target(tokens, positions, attend, state.cache)
+        logits = models.target.logits(hidden)
     state = dataclasses.replace(state, cache=cache)
-    return models.target.logits(hidden), state, TargetPass(positions, hidden, collected)
+    return logits, state, TargetPass(positions, hidden, collected)
 
 
 def verify(

@@ -15,7 +15,7 @@ from jspec.decode import generation
         ([], "no prompt; pass --prompt TEXT, --prompt-file F, --requests FILE.jsonl, --demo, or -"),
         (["--prompt", "x", "--system", "y"], "--system goes with --chat; pass both"),
         (["--prompt", ""], "empty"),
-        (["--prompt", "x", "--gamma", "0"], "--gamma 0 must be at least 1"),
+        (["--prompt", "x", "--gamma", "-2"], "--gamma -2 must be at least 0"),
         (["--prompt", "x", "--gamma", "-3"], "--gamma -3"),
         (["--prompt", "x", "--gamma", "40000"], "less than the context of 32768"),
         (["--prompt", "x", "--draft", "none", "--gamma", "-1"], "must be at least 0"),

@@ -88,9 +88,12 @@ def test_a_model_that_drafts_for_itself_is_never_rejected(source, gamma, plain, 
     assert got.stats.accepted == got.stats.drafted > 40
 
 
-def test_a_pass_that_is_only_shaped_like_verification_gives_the_plain_tokens(plain, tiny, sharp):
+@pytest.mark.parametrize(
+    ("draft", "gamma"), [(NoDraft(), 4), (NGRAM, 0)], ids=["padded", "gamma-0"]
+)
+def test_a_step_without_draft_tokens_gives_the_plain_tokens(draft, gamma, plain, tiny, sharp):
     for name, model in (("tiny", tiny), ("sharp", sharp)):
-        got = generate(model, prompts(), requests(), gamma=4, draft=NoDraft())
+        got = generate(model, prompts(), requests(), gamma=gamma, draft=draft)
         assert got.tokens == plain[name].tokens
         assert got.stats.drafted == 0
 

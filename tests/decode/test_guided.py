@@ -99,6 +99,21 @@ def test_a_step_leaves_what_the_next_draft_reads(tiny):
             ).all()
 
 
+def test_sync_replaces_no_selection_of_a_verification(tiny):
+    """Before the first one it selects the first and the last positions."""
+    config = StepConfig(3, GuidedDraft(Vegas(budget=8, least=0)))
+    state = start_decoding(tiny, prompts((40, 9)), SamplingParams(max_new_tokens=9), config)
+
+    def check(state):
+        args = (Models(tiny), state.draft, state.tokens, state.cache.lengths, 4)
+        jax.tree.map(np.testing.assert_array_equal, config.draft.sync(*args), state.draft)
+        return np.asarray(state.draft.picked[1])
+
+    initial = check(state)
+    assert initial.max(axis=1).tolist() == [38, 7]
+    assert (check(decode_step(tiny, state, config)[0]) != initial).any()
+
+
 def test_more_room_gives_a_ratio_more_room(sharp):
     """A capacity of twice the size holds twice as many picked positions, and the same text."""
     config = StepConfig(3, GuidedDraft(Vegas(budget=0.25, least=0)))
