@@ -139,5 +139,5 @@ def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, mo
     np.testing.assert_array_equal(seen[0], expected)
     np.testing.assert_array_equal(after.sampling.seeds, [9, 9])
     monkeypatch.setattr(step_module, "verify_stochastic", listening)
-    step_module.step(Models(sharp), after, config)
+    step_module.decode_step(Models(sharp), after, config)
     np.testing.assert_array_equal(judged[0], expected if learns else [9, 9])
