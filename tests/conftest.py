@@ -141,7 +141,7 @@ def other() -> Decoder:
 
 @pytest.fixture(scope="session")
 def short_bundled() -> Decoder:
-    return first_layers(2)
+    return first_layers(1)
 
 
 @pytest.fixture

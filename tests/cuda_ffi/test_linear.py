@@ -29,7 +29,7 @@ CASES = {
     "mxfp4-gate-up": (4, 1056, 200, "bfloat16", "norm", "gated", "mxfp4"),
     "mxfp4-down": (16, 3072, 72, "bfloat16", "add", "mxfp4"),
     "mxfp4-odd": (9, 32, 7, "bfloat16", "wide", "mxfp4"),
-    "mxfp4-24-rows": (24, 2080, 4200, "bfloat16", "norm", "mxfp4"),
+    "mxfp4-24-rows": (24, 2080, 1064, "bfloat16", "norm", "mxfp4"),
     "large-qkv": (1, 4096, 1280, "bfloat16", "norm", "bias"),
     "large-gate-up": (4, 1056, 9000, "bfloat16", "norm", "gated"),
     "large-down": (10, 3072, 72, "bfloat16", "add", "wide"),

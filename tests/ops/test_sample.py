@@ -40,7 +40,7 @@ _draw = jax.jit(draw, static_argnames="vocabulary")
 
 
 def numbers(seeds, positions, role=Role.ACCEPT) -> np.ndarray:
-    seeds, positions = jnp.asarray(seeds, jnp.uint32), jnp.asarray(positions, jnp.int32)
+    seeds, positions = np.asarray(seeds, np.uint32), np.asarray(positions, np.int32)
     return np.asarray(_number(seeds, positions, role))
 
 
@@ -145,7 +145,7 @@ def tied_logits(vocabulary: int) -> np.ndarray:
 def test_filters_follow_their_definition():
     """A token is lost where its weight is below 2**-31 alone."""
     logits = tied_logits(37)
-    got = probabilities(jnp.asarray(logits), sampling_of(SETTINGS), filtered=True)
+    got = probabilities(logits, sampling_of(SETTINGS), filtered=True)
     for row, params in enumerate(SETTINGS):
         for t in range(2):
             expected = filtered_law(logits[row, t], params)
@@ -201,9 +201,9 @@ def test_the_law_keeps_what_reaches_a_threshold():
 def test_every_backend_keeps_what_reaches_a_threshold(backend):
     """512 draws each: a token that is kept has a share of an eighth at least."""
     params = [SamplingParams(**{"temperature": ONE_BIT} | settings) for _, settings, _ in BORDERS]
-    logits = jnp.asarray([[row] for row, *_ in BORDERS for _ in range(512)], jnp.float32)
+    logits = np.array([[row] for row, *_ in BORDERS for _ in range(512)], np.float32)
     rows = settings_of(sampling_of([p for p in params for _ in range(512)]))
-    positions = jnp.zeros((len(logits), 1), jnp.int32)
+    positions = np.zeros((len(logits), 1), np.int32)
     static = {"role": Role.BONUS, "filtered": True, "axis_name": None}
     if reason := SAMPLE.backend(backend).supports(logits, rows, positions, **static):
         pytest.skip(reason)
@@ -220,7 +220,7 @@ def test_filters_come_after_the_temperature():
 
 def test_rows_without_filters_are_the_same_bits_in_a_filtered_batch():
     free = np.array([p.mode != "filtered" for p in SETTINGS])
-    logits, rows = jnp.asarray(tied_logits(37) * 1.37), sampling_of(SETTINGS)
+    logits, rows = tied_logits(37) * np.float32(1.37), sampling_of(SETTINGS)
     plain, filtered = (probabilities(logits, rows, filtered=f)[free] for f in (False, True))
     assert free.sum() > 20
     np.testing.assert_array_equal(plain, filtered)
@@ -258,21 +258,21 @@ def test_logits_that_are_no_numbers():
     logits[2] = -np.inf
     logits[3, 0, 5:] = -np.inf
     rows = sampling_of([SamplingParams(temperature=1.0)] * 4)
-    got = probabilities(jnp.asarray(logits), rows, filtered=False)[:, 0]
+    got = probabilities(logits, rows, filtered=False)[:, 0]
     np.testing.assert_allclose(got[0], np.where(np.isnan(logits[0, 0]), 0, 1 / 2098), rtol=1e-8)
     np.testing.assert_array_equal(np.flatnonzero(got[1]), [7, 2050])
     np.testing.assert_array_equal(got[2], np.arange(2100) == 0)
     np.testing.assert_array_equal(np.flatnonzero(got[3]), range(5))
 
 
-@pytest.mark.parametrize("vocabulary", [7, 1024, 2500])
+@pytest.mark.parametrize("vocabulary", [7, 2500])
 def test_minus_infinity_is_nothing_beside_any_number(vocabulary):
     """Rows whose tiles are empty or hold the smallest float32, at all temperatures."""
     logits = np.full((3, 1, vocabulary), -np.inf, np.float32)
     logits[:, 0, 5] = [-3e38, 0, 3e38]
     for temperature in (1e-30, 1.0, 1e38):
         rows = sampling_of([SamplingParams(temperature=temperature)] * 3)
-        got = probabilities(jnp.asarray(logits), rows, filtered=False)[:, 0]
+        got = probabilities(logits, rows, filtered=False)[:, 0]
         expected = np.tile(np.arange(vocabulary) == 5, (3, 1))
         np.testing.assert_array_equal(got > 0, expected)
         np.testing.assert_allclose(got, expected, rtol=1e-8)
@@ -286,7 +286,7 @@ def pick(weights: np.ndarray, u: np.ndarray, shift: int = 0) -> np.ndarray:
     vocabulary = Vocabulary(weights.shape[-1])
     with jax.enable_x64(True):
         tiles = vocabulary.tiles(to_uint64(weights), 0)
-    shifts = jnp.full(tiles.shape[:-1], shift, jnp.uint32)
+    shifts = np.full(tiles.shape[:-1], shift, np.uint32)
     return np.asarray(_draw(tiles, shifts, to_uint64(u), vocabulary))
 
 
@@ -295,7 +295,7 @@ def number_at(share: np.ndarray) -> np.ndarray:
     return (share * 2.0**63).astype(np.uint64) * np.uint64(2)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 5, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("vocabulary", [1, 1023, 1024, 1025])
 def test_a_draw_is_a_search_in_the_sums(vocabulary):
     """``u`` in 1/1024 meets the borders between tokens, and must find the later one."""
     rng = np.random.default_rng(vocabulary)

@@ -97,10 +97,15 @@ def best_of(policy: Guided, means, context_len: int) -> list[set[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "layout", [LinearLayout(CAPACITY), StripedLayout(CAPACITY, 3, 2)], ids=["", "striped"]
-)
-@pytest.mark.parametrize("name", GUIDED)
+LINEAR = LinearLayout(CAPACITY)
+EACH = [pytest.param(name, LINEAR, id=name) for name in GUIDED]
+EACH += [
+    pytest.param(name, StripedLayout(CAPACITY, 3, 2), id=f"{name}-striped")
+    for name in ("ends", "ratio", "sparsespec")
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), EACH)
 def test_it_picks_the_highest_means(name, layout):
     """In ragged rows, one of them without a past, with NaN in all slots that hold nothing."""
     policy = GUIDED[name]
