@@ -37,5 +37,5 @@ def assert_packed(got, arguments) -> None:
     assert (got[1].dtype, got[2].dtype) == (offsets.dtype, total.dtype)
     np.testing.assert_array_equal(got[1], offsets)
     np.testing.assert_array_equal(got[2], total)
-    kept = int(total)
-    np.testing.assert_array_equal(np.asarray(got[0])[:kept], np.asarray(kv)[:kept])
+    remaining = int(total)
+    np.testing.assert_array_equal(np.asarray(got[0])[:remaining], np.asarray(kv)[:remaining])

@@ -217,9 +217,9 @@ def test_numbers_of_numpy_are_those_of_python():
         stop_tokens=np.array([2, 9], np.int16),
         draft_limit=np.int32(1),
     )
-    wanted = SamplingParams(3, 0.5, 7, 0.25, 0.125, 2**32 - 1, (2, 9), 1)
-    assert got == wanted
-    assert hash(got) == hash(wanted)
+    expected = SamplingParams(3, 0.5, 7, 0.25, 0.125, 2**32 - 1, (2, 9), 1)
+    assert got == expected
+    assert hash(got) == hash(expected)
     assert {type(value) for value in vars(got).values()} == {int, float, tuple, bool}
     assert SamplingParams(stop_tokens=[2, 9]) == SamplingParams(stop_tokens=(2, 9))
 
@@ -238,7 +238,7 @@ FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 )
 def test_a_request_is_either_refused_or_fits_the_arrays_of_a_step(count):
     rng = random.Random(count)
-    taken = 0
+    chosen = 0
     for _ in range(count):
         settings = {name: rng.choice(VALUES) for name in rng.sample(FIELDS, rng.choice((1, 1, 2)))}
         try:
@@ -246,12 +246,12 @@ def test_a_request_is_either_refused_or_fits_the_arrays_of_a_step(count):
         except ValueError as error:
             message = str(error)
         else:
-            message, taken = None, taken + 1
+            message, chosen = None, chosen + 1
             check_fits(params)
         if message is not None:
             assert message.isprintable()
             assert 0 < len(message) < 250
-    assert 0.1 < taken / count < 0.9
+    assert 0.1 < chosen / count < 0.9
 
 
 def check_fits(params: SamplingParams) -> None:

@@ -20,7 +20,7 @@ RUN_HERE = [name for name, code in CODE.items() if code and name not in ELSEWHER
 
 
 def run(page: str) -> dict:
-    """What the blocks of a page define, run one behind the other."""
+    """What the blocks of a page define, run one after the other."""
     names = {"__name__": page}
     for index, code in enumerate(CODE[page], 1):
         exec(compile(code, f"{page}, block {index}", "exec"), names)
@@ -41,12 +41,12 @@ def test_the_code_of_a_page_runs(page, small_bundled):
 def check_loops(names: dict) -> None:
     """The page's loops, greedy and sampled, end with the tokens and counts of `jspec.generate`."""
     model, prompts, params, config = (names[x] for x in "model prompts params config".split())
-    wanted = jspec.generate(model, prompts, params, draft=config.draft, gamma=config.gamma)
+    expected = jspec.generate(model, prompts, params, draft=config.draft, gamma=config.gamma)
     state = names["decode"](model, jspec.start_decoding(model, prompts, params, config))
-    for row, (prompt, tokens) in enumerate(zip(prompts, wanted.tokens, strict=True)):
+    for row, (prompt, tokens) in enumerate(zip(prompts, expected.tokens, strict=True)):
         text = state.tokens[row][: len(prompt) + len(tokens)].tolist()
         assert text == [*prompt, *tokens]
-    assert int(names["accepted"].sum()) == wanted.stats.accepted
+    assert int(names["accepted"].sum()) == expected.stats.accepted
     assert names["state"].done.all()  # also with the request that was filled in
 
 

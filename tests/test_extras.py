@@ -18,11 +18,11 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 def test_a_hint_names_the_packages_of_an_extra(extra):
     if not PROJECT.exists():
         pytest.skip("the tests run apart from the repository")
-    wanted = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
+    expected = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
     begin, *packages = re.split(r"(?<=install) ", extras.install(extra))
     assert begin == "pip install"
-    found = {str(Requirement(package)) for package in shlex.split(packages[0])}
-    assert found == {str(Requirement(line.partition(";")[0])) for line in wanted}
+    result = {str(Requirement(package)) for package in shlex.split(packages[0])}
+    assert result == {str(Requirement(line.partition(";")[0])) for line in expected}
 
 
 def test_an_older_python_is_told_what_the_packages_need(monkeypatch):

@@ -29,11 +29,11 @@ def plain(llm):
 
 
 def test_a_completion_is_what_generate_gives(llm, plain):
-    (found,) = llm.generate(CODE, SHORT)
-    assert found.tokens == plain
-    assert found.text == llm.tokenizer.decode(plain)
-    assert found.finished == "length"
-    assert found.logprobs is None
+    (result,) = llm.generate(CODE, SHORT)
+    assert result.tokens == plain
+    assert result.text == llm.tokenizer.decode(plain)
+    assert result.finished == "length"
+    assert result.logprobs is None
 
 
 def test_a_conversation_goes_through_the_template(llm, plain):
@@ -73,23 +73,23 @@ def test_a_stream_may_be_closed_and_its_errors_reach_the_reader(llm, monkeypatch
 
 def test_text_ends_before_a_stop_text(llm, plain):
     text = llm.tokenizer.decode(plain)
-    (found,) = llm.generate(CODE, SHORT, stop=[text[4:8]])
-    assert found.text == text[: text.index(text[4:8])]
-    assert found.finished == "stop"
-    assert found.tokens == plain[: len(found.tokens)]
+    (result,) = llm.generate(CODE, SHORT, stop=[text[4:8]])
+    assert result.text == text[: text.index(text[4:8])]
+    assert result.finished == "stop"
+    assert result.tokens == plain[: len(result.tokens)]
 
 
 def test_n_answers_have_seeds_in_a_row(llm):
-    found = llm.generate([CODE, "x = "], HOT, n=3)
-    assert [c.seed for c in found] == [2**32 - 1, 0, 1] * 2
-    assert len({c.tokens for c in found[:3]}) > 1
+    result = llm.generate([CODE, "x = "], HOT, n=3)
+    assert [c.seed for c in result] == [2**32 - 1, 0, 1] * 2
+    assert len({c.tokens for c in result[:3]}) > 1
     alone = jspec.SamplingParams(max_new_tokens=12, temperature=1.0, seed=1)
-    assert llm.generate("x = ", alone)[0].tokens == found[5].tokens
+    assert llm.generate("x = ", alone)[0].tokens == result[5].tokens
 
 
 def test_log_probabilities_are_the_models(llm):
-    found = llm.generate([CODE, "x = "], SHORT, logprobs=True)
-    for prompt, completion in zip((CODE, "x = "), found, strict=True):
+    result = llm.generate([CODE, "x = "], SHORT, logprobs=True)
+    for prompt, completion in zip((CODE, "x = "), result, strict=True):
         whole = [*llm.tokenizer.encode(prompt), *completion.tokens]
         expected = jspec.score_tokens(llm.model, [whole])[0][-12:]
         assert completion.logprobs is not None

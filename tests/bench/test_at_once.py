@@ -15,10 +15,10 @@ def raises():
 def test_what_ends_first_comes_first():
     last = threading.Event()
     tasks = [Task("slow", lambda: last.wait(60)), Task("quick", lambda: 1), Task("next", lambda: 2)]
-    found = as_completed("some", tasks, 2)
-    assert [next(found), next(found)] == [1, 2]
+    result = as_completed("some", tasks, 2)
+    assert [next(result), next(result)] == [1, 2]
     last.set()
-    assert list(found) == [True]
+    assert list(result) == [True]
 
 
 def test_as_many_run_at_once_as_there_are_workers():
@@ -30,10 +30,10 @@ def test_as_many_run_at_once_as_there_are_workers():
 def test_a_wait_says_what_runs_and_where(monkeypatch, capsys):
     monkeypatch.setattr(at_once, "STATUS_INTERVAL", 0.05)
     last = threading.Event()
-    found = as_completed(
+    result = as_completed(
         "some", [Task("quick", lambda: 1), Task("slow", lambda: last.wait(0.5))], 1
     )
-    assert list(found) == [1, False]
+    assert list(result) == [1, False]
     line = capsys.readouterr().err.splitlines()[0]
     assert line.startswith("some: 1 of 2, at work: slow (0 s, at bench/at_once.py:")
 

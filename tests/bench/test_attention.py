@@ -41,10 +41,10 @@ def test_the_check_of_a_dense_cache_is_attention_up_to_each_position():
     check = caches.Check.of(data.q, data.k, data.v, data.positions + 1)
     out, lse = np.zeros(q.shape), np.zeros(q.shape[:3])
     for b, t, n in itertools.product(*map(range, q.shape[:3])):
-        seen = np.asarray(data.positions)[b, t] + 1
-        scores = k[b, :seen, n // 2] @ q[b, t, n] / 4
+        observed = np.asarray(data.positions)[b, t] + 1
+        scores = k[b, :observed, n // 2] @ q[b, t, n] / 4
         out[b, t, n], lse[b, t, n] = (
-            softmax(scores) @ v[b, :seen, n // 2],
+            softmax(scores) @ v[b, :observed, n // 2],
             np.logaddexp.reduce(scores),
         )
     np.testing.assert_allclose(check.out, out, rtol=1e-5, atol=1e-5)
@@ -59,7 +59,7 @@ def test_the_check_of_a_dense_cache_is_attention_up_to_each_position():
 def long() -> tuple[caches.Inputs, caches.Check]:
     """A cache so long that one key is little, and what must be read of it."""
     data = caches.dense(DENSE | {"B": 2, "S": 16384, "T": 1})
-    assert data.lengths.max() < 16384  # there is a slot behind the newest of each
+    assert data.lengths.max() < 16384  # there is a slot after the newest of each
     return data, caches.Check.of(data.q, data.k, data.v, data.positions + 1)
 
 
@@ -99,12 +99,12 @@ def test_a_selection_has_each_slot_once_and_none_of_the_newest(case):
 def test_pages_of_one_token_name_the_selected_slots(case):
     data = attention.selected_inputs(case)
     (q, k, v), pages, restore = rivals.paged_selection(data)
-    found = [np.asarray(x).reshape(pages.shape)[pages.table, 0] for x in (k, v)]
+    result = [np.asarray(x).reshape(pages.shape)[pages.table, 0] for x in (k, v)]
     tail = data.tail
     if case["indices"] == "per-head":
         tail = jnp.broadcast_to(tail[:, None], (2, 2, 3))
     slots = jnp.concatenate([data.selected, tail], axis=-1)
-    for own, x in zip(found, (data.k, data.v), strict=True):
+    for own, x in zip(result, (data.k, data.v), strict=True):
         want = attention.take_slots(x, slots)
         if case["indices"] == "per-head":  # a row a head
             want = jnp.swapaxes(want, 1, 2).reshape(own.shape)

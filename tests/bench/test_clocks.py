@@ -60,7 +60,7 @@ def test_kernels_that_overlap_are_counted_once():
         kernels = clocks.exclusive_times(iter(events))
         assert sum(ns for _, ns in kernels) == runs.sum()
         assert [starts[int(name)] for name, _ in kernels] == sorted(starts)
-    # The second starts before the first has ended, the third runs inside it, the fourth behind.
+    # The second starts before the first has ended, the third runs inside it, the fourth after.
     events = [("late", 30.0, 35.0), ("a", 0.0, 10.0), ("b", 8.0, 20.0), ("inside", 9.0, 12.0)]
     assert clocks.exclusive_times(events) == [("a", 10), ("b", 10), ("inside", 0), ("late", 5)]
 
@@ -95,18 +95,18 @@ def test_without_a_gpu_the_device_clock_says_why():
 
 def test_a_loop_repeats_the_verification_and_feeds_it_its_own_accepted_counts():
     tokens = workload.make_tokens(5, 8, 0.6)
-    seen = []
+    recorded = []
 
     def counting(*arguments):
-        jax.debug.callback(lambda x: seen.append(x.tolist()), arguments[2])
+        jax.debug.callback(lambda x: recorded.append(x.tolist()), arguments[2])
         return VERIFY_GREEDY(*arguments)
 
     source = Source(counting, shapes(tokens.inputs))
     for count, loop in zip(clocks.LENGTHS, clocks.loops(source, verify.FEED), strict=True):
-        seen.clear()
+        recorded.clear()
         outputs = jax.jit(loop.function)(*tokens.inputs)
         jax.effects_barrier()
-        assert seen == [[8] * 5] + [tokens.accepted.tolist()] * count
+        assert recorded == [[8] * 5] + [tokens.accepted.tolist()] * count
         np.testing.assert_array_equal(outputs[0], tokens.accepted)
 
 
@@ -139,8 +139,8 @@ def test_the_step_clock_times_each_backend_that_was_right_once(monkeypatch, chec
 
 
 def test_spread_is_in_microseconds():
-    found = point.spread({"wall_ns": list(range(1000, 12000, 1000))}, "wall")
-    assert found == point.Spread(6.0, 2.0, 10.0)
+    result = point.spread({"wall_ns": list(range(1000, 12000, 1000))}, "wall")
+    assert result == point.Spread(6.0, 2.0, 10.0)
     assert point.spread({}, "wall") is None
 
 
@@ -149,8 +149,8 @@ def test_what_fails_to_compile_is_a_row_and_the_rest_goes_on():
         raise ValueError("no such tile\nand more")
 
     arguments = shapes(workload.make_tokens(2, 4, 0.5).inputs)
-    found = sources(VERIFY_GREEDY, arguments, Settings(only=("xla",)))
-    done = compile_all("x", {("good",): found["xla"], ("bad",): Source(broken, arguments)})
+    result = sources(VERIFY_GREEDY, arguments, Settings(only=("xla",)))
+    done = compile_all("x", {("good",): result["xla"], ("bad",): Source(broken, arguments)})
     assert callable(done["good",])
     bad = done["bad",]
     assert (bad.name, bad.reason, bad.failed) == ("bad", "failed: ValueError: no such tile", True)
@@ -161,18 +161,18 @@ def test_a_backend_that_refuses_while_it_is_lowered_has_not_failed():
         raise BackendError("x cannot run as asked; pallas: needs sm_90")
 
     arguments = shapes(workload.make_tokens(2, 4, 0.5).inputs)
-    found = compile_all("x", {("case", "pallas"): Source(refuses, arguments)})["case", "pallas"]
+    result = compile_all("x", {("case", "pallas"): Source(refuses, arguments)})["case", "pallas"]
     reason = "x cannot run as asked; pallas: needs sm_90"
-    assert (found.name, found.reason, found.failed) == ("pallas", reason, False)
+    assert (result.name, result.reason, result.failed) == ("pallas", reason, False)
 
 
 def test_what_one_suite_compiled_serves_the_next():
     arguments = shapes(workload.make_tokens(2, 4, 0.5).inputs)
-    wanted = Settings(only=("xla",))
-    first = compile_all("x", sources(VERIFY_GREEDY, arguments, wanted))["xla"]
-    assert compile_all("y", sources(VERIFY_GREEDY, arguments, wanted))["xla"] is first
+    expected = Settings(only=("xla",))
+    first = compile_all("x", sources(VERIFY_GREEDY, arguments, expected))["xla"]
+    assert compile_all("y", sources(VERIFY_GREEDY, arguments, expected))["xla"] is first
     other = shapes(workload.make_tokens(3, 4, 0.5).inputs)
-    assert compile_all("z", sources(VERIFY_GREEDY, other, wanted))["xla"] is not first
+    assert compile_all("z", sources(VERIFY_GREEDY, other, expected))["xla"] is not first
 
 
 def test_the_ceiling_of_memory_is_no_read_that_a_gpus_l2_holds():

@@ -20,9 +20,9 @@ HOPPER = ("NVIDIA H200", (9, 0))
 def make(scores, k):
     """CUB's rivals by name."""
     makers = select.select(scores, suite.stable_slots(scores, k))
-    found = common.each(makers, Settings(only=cub.NAMES))
-    assert [rival.name for rival in found] == list(cub.NAMES)
-    return {rival.name: rival for rival in found}
+    result = common.each(makers, Settings(only=cub.NAMES))
+    assert [rival.name for rival in result] == list(cub.NAMES)
+    return {rival.name: rival for rival in result}
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def test_a_rival_that_cannot_be_compiled_says_why(gpu, headers, monkeypatch):
     scores = np.zeros((1, 8), np.float32)
 
     def reason():
-        found = make(scores, 2).values()
-        assert all(isinstance(rival, Absent) and not rival.failed for rival in found)
-        (said,) = {rival.reason for rival in found}
+        result = make(scores, 2).values()
+        assert all(isinstance(rival, Absent) and not rival.failed for rival in result)
+        (said,) = {rival.reason for rival in result}
         return said
 
     assert reason() == "cuda-cccl is not installed"
@@ -87,9 +87,9 @@ def test_a_failed_compile_is_a_failure(gpu, headers, monkeypatch):
         return subprocess.CompletedProcess(command, 1, "", "cub.cu(1): error")
 
     monkeypatch.setattr(toolchain, "run", run)
-    found = make(np.zeros((1, 8), np.float32), 2)
-    assert {rival.reason for rival in found.values()} == {"failed: BuildError: cub.cu(1): error"}
-    assert all(rival.failed for rival in found.values())
+    result = make(np.zeros((1, 8), np.float32), 2)
+    assert {rival.reason for rival in result.values()} == {"failed: BuildError: cub.cu(1): error"}
+    assert all(rival.failed for rival in result.values())
     for command, define in zip(sorted(commands), ("BATCHED", "ROWS", "STABLE"), strict=True):
         assert command[0] == "nvcc"
         assert {"-arch=sm_90", "-DCUB_N=8", "-DCUB_K=2", f"-DCUB_{define}=1"} <= set(command)
@@ -112,7 +112,7 @@ def twice(scores, k):
 
 
 def worse(scores, k):
-    """The slot behind the k best in place of the last of them."""
+    """The slot after the k best in place of the last of them."""
     return first(scores, k + 1)[:, [*range(k - 1), k]]
 
 

@@ -37,8 +37,8 @@ def attended(q, k, v, lengths, table, causal):
     for b, t, n in np.ndindex(q.shape[:3]):
         head = n * k.shape[2] // q.shape[2]
         own = [x[b] if table is None else x[table[b]].reshape(-1, *x.shape[2:]) for x in (k, v)]
-        seen = lengths[b] - (q.shape[1] - 1 - t if causal else 0)
-        keys, values = (x[:seen, head] for x in own)
+        observed = lengths[b] - (q.shape[1] - 1 - t if causal else 0)
+        keys, values = (x[:observed, head] for x in own)
         out[b, t, n] = softmax(keys @ q[b, t, n] * q.shape[-1] ** -0.5) @ values
     return out
 
@@ -71,8 +71,8 @@ def test_flash_attention_through_jax_is_told_what_to_read(case, monkeypatch):
     monkeypatch.setattr(flash, "jax", lowered)
     module = SimpleNamespace(flash_mha_with_kvcache=attend)
     monkeypatch.setattr(flash, "module", {"flash_attn3_jax": module}.__getitem__)
-    found = rival("fa3_jax", case)
-    assert found.check(found.wait(found.start()))
+    result = rival("fa3_jax", case)
+    assert result.check(result.wait(result.start()))
     assert set(splits) == {1, 8, 16, 32}
 
 
@@ -104,8 +104,8 @@ def test_flash_attention_through_jax_has_one_head_size(monkeypatch):
     monkeypatch.setattr(flash, "refuses_gpu", lambda *arguments: None)
     module = SimpleNamespace(flash_mha_with_kvcache=None)
     monkeypatch.setattr(flash, "module", lambda name: module)
-    found = rival("fa3_jax", CASES["one-token"] | {"H": 64})
-    assert found == Absent("fa3_jax", "flash-attn3-jax is built for H=128, not for H=64")
+    result = rival("fa3_jax", CASES["one-token"] | {"H": 64})
+    assert result == Absent("fa3_jax", "flash-attn3-jax is built for H=128, not for H=64")
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def test_flash_attention_through_pytorch_is_told_what_to_read(case, torch, monke
     interface = SimpleNamespace(flash_attn_with_kvcache=attend)
     packages = {"torch": torch, "fa3_fwd_interface": interface, "fa3_fwd_config": BUILT}
     monkeypatch.setattr(flash, "module", packages.__getitem__)
-    found = rival("fa3", case)
-    assert found.check(found.wait(found.start()))
+    result = rival("fa3", case)
+    assert result.check(result.wait(result.start()))
 
 
 @pytest.mark.parity
@@ -159,10 +159,10 @@ def test_flashinfer_is_told_what_to_read(case, name, torch, monkeypatch):
             assert self.shape == (q.shape[1], *cache[0].shape[2:], cache[0].shape[1])
             k, v = (x.float().numpy() for x in cache)
             rows = q.float().numpy().reshape(-1, self.tokens, *q.shape[1:])
-            found = attended(rows, k, v, self.lengths, self.table, self.causal)
-            return out.copy_(torch.from_numpy(found.reshape(q.shape)))
+            result = attended(rows, k, v, self.lengths, self.table, self.causal)
+            return out.copy_(torch.from_numpy(result.reshape(q.shape)))
 
     library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
     monkeypatch.setattr(flash, "module", {"torch": torch, "flashinfer": library}.__getitem__)
-    found = rival(name, case)
-    assert found.check(found.wait(found.start()))
+    result = rival(name, case)
+    assert result.check(result.wait(result.start()))

@@ -20,14 +20,14 @@ NAMES = ("hata", "quest_16", "loki")
 
 @pytest.fixture(scope="module")
 def made():
-    """Of some policies: its arrays, the cache behind the new token, and what a layer gives."""
-    found, new = {}, workload.token(CASE)
+    """Of some policies: its arrays, the cache after the new token, and what a layer gives."""
+    result, new = {}, workload.token(CASE)
     for name, policy in workload.policies(CASE).items():
         if name in NAMES:
             arrays = arrays_of(policy, [workload.spec_of(CASE)])
             cache = workload.filled(policy, arrays, CASE)
-            found[name] = policy, arrays, *jax.jit(workload.program(policy))(arrays, cache, new)
-    return found, new
+            result[name] = policy, arrays, *jax.jit(workload.program(policy))(arrays, cache, new)
+    return result, new
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,25 +78,25 @@ def test_brute_force_is_softmax_over_the_selected(made):
 
 def test_bytes_are_what_is_scored_and_what_is_read():
     case = layer.BENCHMARK.case("B=8,S=32K")
-    found = {name: workload.needed(p, case) for name, p in workload.policies(case).items()}
+    result = {name: workload.needed(p, case) for name, p in workload.policies(case).items()}
     keys, vectors = 8 * 32768 * 32, 2 * 2 * 128
     around = 8 * 32 * vectors
     read = 8 * 513 * 32 * vectors + around
-    assert found["dense"] == keys * vectors + around
-    assert found["hata"] == keys * 16 + read
-    assert found["loki"] == keys * 64 + read
-    assert found["quest_16"] == keys * 32 + read
-    assert found["quest_32"] == keys * 16 + read
-    assert found["magicpig"] == keys * 200 + read
-    assert found["exact_topk"] == keys * 256 + read
-    assert found["streaming"] == read
+    assert result["dense"] == keys * vectors + around
+    assert result["hata"] == keys * 16 + read
+    assert result["loki"] == keys * 64 + read
+    assert result["quest_16"] == keys * 32 + read
+    assert result["quest_32"] == keys * 16 + read
+    assert result["magicpig"] == keys * 200 + read
+    assert result["exact_topk"] == keys * 256 + read
+    assert result["streaming"] == read
 
 
 def test_the_suite_runs_and_a_wrong_policy_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(layer, "policies", lambda case: workload.policies(case) | {"hata": Late()})
     asked = ("hata", "--case", SMALL, "--json", str(tmp_path / "out.json"))
-    wanted = ("hata", "streaming", "xla")
-    assert main([*asked, *(x for name in wanted for x in ("--backend", name))]) == 1
+    expected = ("hata", "streaming", "xla")
+    assert main([*asked, *(x for name in expected for x in ("--backend", name))]) == 1
     result = json.loads((tmp_path / "out.json").read_text())
     told = {row["name"]: row["checked"] for row in result["rows"]}
     assert told == {"hata": False, "streaming": True, "xla": True}

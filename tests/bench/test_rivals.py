@@ -79,14 +79,14 @@ def test_where_a_package_is_missing_each_rival_is_a_row_with_its_reason(which, m
         raise ModuleNotFoundError(name=name)
 
     monkeypatch.setattr("bench.rivals.common.importlib.import_module", missing)
-    found = make(which)
-    assert [rival.name for rival in found] == NAMES[which]
-    reasons = {rival.name: rival.reason for rival in found if isinstance(rival, Absent)}
+    result = make(which)
+    assert [rival.name for rival in result] == NAMES[which]
+    reasons = {rival.name: rival.reason for rival in result if isinstance(rival, Absent)}
     assert reasons.keys() == set(NAMES[which]) - {"lax.top_k"}
     for name, reason in ON_GPUS.items():
         assert reasons.pop(name, reason) == reason
     assert all("not installed" in reason for reason in reasons.values())
-    assert not any(rival.failed for rival in found)
+    assert not any(rival.failed for rival in result)
 
 
 def test_only_the_rivals_that_are_wanted_are_made():

@@ -33,8 +33,8 @@ def test_an_engine_accepts_at_the_rate(model, rate):
     engine = jspec.Engine(steered, slots=4, capacity=160, prefill_chunk=32, **settings)
     requests = [engine.submit(text, PARAMS) for text in TEXTS]
     engine.run()
-    wanted = jspec.generate(steered, TEXTS, PARAMS, **settings)
-    assert tuple(request.tokens for request in requests) == wanted.tokens
+    reference = jspec.generate(steered, TEXTS, PARAMS, **settings)
+    assert tuple(request.tokens for request in requests) == reference.tokens
     rates = engine.stats.acceptance_by_position
     for at, expected in zip(rates, reached(rate, 4), strict=True):
         error = np.sqrt(expected * (1 - expected) / at.attempts)

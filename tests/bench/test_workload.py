@@ -50,8 +50,8 @@ def test_what_packing_must_give_and_that_no_two_rows_are_alike():
     kv = make_kv(5, 7, 128)
     accepted = np.array([0, 7, 3, 0, 1], np.int32)
     packed, offsets, total = workload.expected_packed(kv, accepted)
-    wanted = [kv[b, i].tolist() for b in range(5) for i in range(accepted[b])]
-    assert packed.tolist() == wanted
+    expected = [kv[b, i].tolist() for b in range(5) for i in range(accepted[b])]
+    assert packed.tolist() == expected
     assert (offsets.tolist(), total) == ([0, 0, 7, 10, 10], 11)
     flat = make_kv(64, 128, 2048).reshape(-1, 2048)
     assert len(np.unique(flat, axis=0)) == len(flat)

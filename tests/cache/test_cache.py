@@ -114,11 +114,11 @@ def test_other_layouts_hold_what_they_say(layout, tokens):
         piece = np.take_along_axis(texts, np.maximum(positions, 0)[:, :, None, None], axis=1)
         piece = jnp.asarray(piece)
         cache = cache.append(0, jnp.asarray(positions), keys=piece, values=-piece)
-    held = np.asarray(layout.slot_positions(jnp.asarray(ends - 1, jnp.int32)))
-    for row, slot in np.argwhere(held >= 0):
-        np.testing.assert_array_equal(cache.keys(0)[row, slot], texts[row, held[row, slot]])
-        np.testing.assert_array_equal(cache.values(0)[row, slot], -texts[row, held[row, slot]])
-    assert (held >= 0).sum(axis=1).tolist() == np.minimum(ends, layout.size).tolist()
+    stored = np.asarray(layout.slot_positions(jnp.asarray(ends - 1, jnp.int32)))
+    for row, slot in np.argwhere(stored >= 0):
+        np.testing.assert_array_equal(cache.keys(0)[row, slot], texts[row, stored[row, slot]])
+        np.testing.assert_array_equal(cache.values(0)[row, slot], -texts[row, stored[row, slot]])
+    assert (stored >= 0).sum(axis=1).tolist() == np.minimum(ends, layout.size).tolist()
 
 
 def test_a_cache_is_a_pytree_that_keeps_what_is_static(full):

@@ -37,9 +37,9 @@ def test_each_slot_holds_the_last_position_that_was_written_to_it(layout, newest
     for position, slot in enumerate(slots[: newest + 1].tolist()):
         assert 0 <= slot < layout.size
         expected[slot] = position
-    held = held_by(layout, np.array([newest, newest], np.int32))
-    assert held.dtype == jnp.int32
-    np.testing.assert_array_equal(held, [expected, expected])
+    stored = held_by(layout, np.array([newest, newest], np.int32))
+    assert stored.dtype == jnp.int32
+    np.testing.assert_array_equal(stored, [expected, expected])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -66,15 +66,15 @@ def test_layers_with_a_window_get_rings():
 def test_ranks_share_a_ring_unless_it_has_room_for_a_row():
     """A window of 20 and drafts of 3 need 24 slots, in blocks of 4 on 3 ranks exactly."""
     specs, shared = [spec(), spec(20), spec(21)], {"ranks": 3, "block": 4}
-    found = layouts_of(specs, 30, 3, **shared)
-    assert found == (
+    result = layouts_of(specs, 30, 3, **shared)
+    assert result == (
         StripedLayout(36, 3, 4),
         StripedLayout(24, 3, 4, wraps=True),
         StripedLayout(36, 3, 4),
     )
-    found = layouts_of(specs, 30, 3, longest=100, **shared)
-    assert found[2] == StripedLayout(36, 3, 4, wraps=True)
-    assert [layout.grown(50) for layout in found] == [StripedLayout(60, 3, 4), *found[1:]]
+    result = layouts_of(specs, 30, 3, longest=100, **shared)
+    assert result[2] == StripedLayout(36, 3, 4, wraps=True)
+    assert [layout.grown(50) for layout in result] == [StripedLayout(60, 3, 4), *result[1:]]
 
 
 @pytest.mark.parametrize("after", [49, 96, 97])

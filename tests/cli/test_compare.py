@@ -72,11 +72,11 @@ def compared(rows: list[tuple[float, list[int], list[int]]], *, lossless: bool =
     ids=["same", "differ", "sampled-differs", "greedy-differs", "mixed-same", "sampled"],
 )
 def test_compare_tells_greedy_from_sampled_in_a_mixed_batch(rows, sampled, said, capsys):
-    found = compared(rows)
-    assert found["sampled"] == sampled
-    assert found["identical"] == (said == "identical tokens")
-    assert found["greedy_identical"] == (said != "tokens differ")
-    print_table(Stats.merged([]), [], found)
+    result = compared(rows)
+    assert result["sampled"] == sampled
+    assert result["identical"] == (said == "identical tokens")
+    assert result["greedy_identical"] == (said != "tokens differ")
+    print_table(Stats.merged([]), [], result)
     assert f"against plain decoding  {said}, " in capsys.readouterr().err
 
 

@@ -36,18 +36,18 @@ NAMED = ("pack", "verify_greedy", "verify_stochastic", "sample")
     "names", [NAMED, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_doctor_json(names, capsys, monkeypatch):
-    found = tuple(x for x in operations() if names is None or x.name in names)
-    monkeypatch.setattr("jspec.cli.doctor.operations", lambda: found)
+    result = tuple(x for x in operations() if names is None or x.name in names)
+    monkeypatch.setattr("jspec.cli.doctor.operations", lambda: result)
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    found = {f["what"]: f for f in report["findings"]}
-    assert found["bundled model"]["works"]
+    result = {f["what"]: f for f in report["findings"]}
+    assert result["bundled model"]["works"]
     # That a backend does not run here is no reason to do anything.
     assert {f["what"] for f in report["findings"] if f["advice"]} <= {"jax-triton", "GPU", "Python"}
     assert not [f["what"] for f in report["findings"] if "differs" in f["seen"]]
 
-    assert found["pack, xla"]["works"]
-    assert {"verify_greedy, cuda", "verify_stochastic, cuda", "sample, cuda"} <= set(found)
+    assert result["pack, xla"]["works"]
+    assert {"verify_greedy, cuda", "verify_stochastic, cuda", "sample, cuda"} <= set(result)
 
 
 def findings(capsys, code: int = 0) -> dict[str, dict]:
@@ -64,10 +64,10 @@ def test_doctor_names_a_backend_that_refuses_or_is_wrong(capsys, monkeypatch):
     backends = {"xla": PACK.backends["xla"], "wrong": wrong, "refuses": refuses}
     toy = dataclasses.replace(PACK, backends=backends)
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: (toy,))
-    found = findings(capsys)
-    assert found["pack, wrong"]["seen"] == "all-accepted: differs from what it must give"
-    assert found["pack, refuses"]["seen"] == "needs a better machine"
-    assert found["pack, refuses"]["advice"] == ""
+    result = findings(capsys)
+    assert result["pack, wrong"]["seen"] == "all-accepted: differs from what it must give"
+    assert result["pack, refuses"]["seen"] == "needs a better machine"
+    assert result["pack, refuses"]["advice"] == ""
 
 
 def test_a_backend_is_tried_on_the_cases_that_it_takes(capsys, monkeypatch):
@@ -88,11 +88,11 @@ def test_a_backend_is_tried_on_the_cases_that_it_takes(capsys, monkeypatch):
     }
     toy = dataclasses.replace(ATTENTION, name="toy", backends=backends)
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: (toy,))
-    found = findings(capsys)
-    assert found["toy, xla"]["seen"] == "right"
-    assert found["toy, half"]["works"]
-    assert found["toy, half"]["seen"] == "right; refuses some cases: q is float32"
-    assert found["toy, off"]["seen"] == "channels-64: differs from what it must give"
+    result = findings(capsys)
+    assert result["toy, xla"]["seen"] == "right"
+    assert result["toy, half"]["works"]
+    assert result["toy, half"]["seen"] == "right; refuses some cases: q is float32"
+    assert result["toy, off"]["seen"] == "channels-64: differs from what it must give"
 
 
 def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monkeypatch):
@@ -105,11 +105,14 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
 
         return Backend("xla", run, always)
 
-    for by, code, seen in ((1e-3, 0, "right"), (0.1, 1, "three-tokens: differs from what it must")):
+    for by, code, observed in (
+        (1e-3, 0, "right"),
+        (0.1, 1, "three-tokens: differs from what it must"),
+    ):
         toy = dataclasses.replace(ATTENTION, name="toy", backends={"near": off(by)})
         monkeypatch.setattr("jspec.cli.doctor.operations", lambda toy=toy: (toy,))
         # A backend that never refuses is one that decoding needs.
-        assert findings(capsys, code)["toy, near"]["seen"].startswith(seen)
+        assert findings(capsys, code)["toy, near"]["seen"].startswith(observed)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +133,9 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
 def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, seen, capsys, monkeypatch):
     monkeypatch.setattr("jspec.cli.doctor.gpu_in_use", lambda: gpu)
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: ())
-    found = findings(capsys)["tuning"]
-    assert found["seen"] == seen
-    assert bool(found["advice"]) == seen.count("a guess")
+    result = findings(capsys)["tuning"]
+    assert result["seen"] == seen
+    assert bool(result["advice"]) == seen.count("a guess")
 
 
 def test_what_a_gpu_needs_is_told_where_there_is_one(monkeypatch):
@@ -164,11 +167,11 @@ def test_what_a_gpu_needs_is_told_where_there_is_one(monkeypatch):
 
 def test_each_finding_is_shown_when_its_check_ends(capsys, monkeypatch):
     """And a check that fails ends itself alone."""
-    seen = []
+    recorded = []
 
     def check(name: str, works: bool, advice: str = ""):
         def look():
-            seen.append(capsys.readouterr().err)
+            recorded.append(capsys.readouterr().err)
             if name == "third":
                 raise ImportError("no such\nmodule")
             return doctor.Finding(name, works, "seen [so]", advice)
@@ -181,13 +184,13 @@ def test_each_finding_is_shown_when_its_check_ends(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "operations", lambda: ())
     assert main(["doctor"]) == 0
     rest = capsys.readouterr().err
-    assert seen[0] == f"{doctor.PATIENCE}\n"
-    assert seen[1].split() == ["ok", "first", "seen", "[so]"]
+    assert recorded[0] == f"{doctor.PATIENCE}\n"
+    assert recorded[1].split() == ["ok", "first", "seen", "[so]"]
     # What is to be done stands on a line of its own, however long, and can be copied.
-    first, second = seen[2].splitlines()
+    first, second = recorded[2].splitlines()
     assert first.split() == ["--", "second", "seen", "[so]"]
     assert second == f"    to do: {command}"
-    assert seen[3].split()[:5] == ["--", "third", "ImportError:", "no", "such\\nmodule"]
+    assert recorded[3].split()[:5] == ["--", "third", "ImportError:", "no", "such\\nmodule"]
     assert rest.split()[:3] == ["ok", "bundled", "model"]
     assert "\njspec decodes here, on cpu: 0 of 0 backends run" in rest
 
@@ -212,16 +215,16 @@ def test_a_terminal_sees_what_is_looked_at(monkeypatch):
     monkeypatch.setattr(doctor, "console", lambda: made)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     finding = doctor.Finding("pack, xla", True, "right")
-    (found,) = doctor._look(iter([("pack, xla", lambda: finding)]))
-    assert found.seconds > 0
+    (result,) = doctor._look(iter([("pack, xla", lambda: finding)]))
+    assert result.seconds > 0
     assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", screen.getvalue())
 
 
 def test_on_a_gpu_doctor_says_how_often_the_cache_is_held(monkeypatch):
-    found = doctor._cache()  # a CPU has no kernel of ours for attention
-    seen = "held twice by batches of two rows and more: attention runs by xla"
-    assert found.seen.removesuffix("_blocked") == seen
-    assert found.advice == install_gpu("cuda13")
+    result = doctor._cache()  # a CPU has no kernel of ours for attention
+    observed = "held twice by batches of two rows and more: attention runs by xla"
+    assert result.seen.removesuffix("_blocked") == observed
+    assert result.advice == install_gpu("cuda13")
     ours = dataclasses.replace(ATTENTION, backends={"triton": Backend("triton", print, always)})
     monkeypatch.setattr(type(ours), "order", lambda self, *args, **kwargs: ["triton"])
     monkeypatch.setattr(doctor, "ATTENTION", ours)

@@ -82,7 +82,7 @@ def test_stop_of_one_byte_ends_in_the_step(run, source):
 
 
 def test_stop_text_leaves_nothing_behind_it_in_any_count(run, source):
-    """A stop text of several tokens is found behind a chunk, which has decoded more."""
+    """A stop text of several tokens is found after a chunk, which has decoded more."""
     arguments = ["--prompt-file", source, "--max-new-tokens", "48", "--json"]
     whole = json.loads(run(*arguments)[1])
     stop = whole["text"][9:13]

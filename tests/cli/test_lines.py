@@ -97,11 +97,11 @@ def test_requests_file_serves_the_good_lines(run, tmp_path):
 
 
 def test_a_request_does_not_depend_on_its_neighbours(run, tmp_path):
-    wanted = {"prompt": "class A:\n", "max_new_tokens": 16, "temperature": 0.9, "seed": 5}
+    expected = {"prompt": "class A:\n", "max_new_tokens": 16, "temperature": 0.9, "seed": 5}
     alone, among = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    alone.write_text(json.dumps(wanted))
+    alone.write_text(json.dumps(expected))
     others = [{"prompt": "import re\n" * n, "max_new_tokens": 8 * n} for n in (1, 4)]
-    among.write_text("\n".join(json.dumps(r) for r in (others[0], wanted, others[1])))
+    among.write_text("\n".join(json.dumps(r) for r in (others[0], expected, others[1])))
     first = json.loads(run("--requests", str(alone), "--json")[1])["results"][0]
     second = json.loads(run("--requests", str(among), "--json")[1])["results"][1]
     assert first["tokens"] == second["tokens"]

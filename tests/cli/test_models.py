@@ -40,9 +40,9 @@ def test_a_hugging_face_directory(capsys, hugging_face):
     result = run(capsys, "--model", str(hugging_face), "--compare", "--json")
     model, tokenizer = jspec.load_model(hugging_face), jspec.load_tokenizer(hugging_face)
     prompt = tokenizer.encode("hello, hello, hel")
-    wanted = jspec.generate(model, [prompt], jspec.SamplingParams(max_new_tokens=12), draft=None)
-    assert tuple(result["tokens"]) == wanted.tokens[0]
-    assert result["text"] == tokenizer.decode(wanted.tokens[0])
+    expected = jspec.generate(model, [prompt], jspec.SamplingParams(max_new_tokens=12), draft=None)
+    assert tuple(result["tokens"]) == expected.tokens[0]
+    assert result["text"] == tokenizer.decode(expected.tokens[0])
     assert result["compare"]["identical"] is True
 
 

@@ -1,4 +1,4 @@
-"""Progress on a terminal: what is compiled, read and decoded, and nothing left behind."""
+"""Progress on a terminal: what is compiled, read and decoded, and nothing left after."""
 
 import contextlib
 import io
@@ -58,7 +58,7 @@ def test_the_bars_leave_the_screen_to_the_text(terminal):
     progress = on_terminal()
     with progress.batch(40, "decode", streams=True):
         progress.prefilled(64, 64)
-        progress.compiling(True)  # of the steps, behind the prefill
+        progress.compiling(True)  # of the steps, after the prefill
         assert "compiling..." in seen(terminal, progress)
         progress.compiling(False)
         progress.decoded(3)

@@ -82,10 +82,10 @@ def test_a_thousand_seeds_raise_no_alarm(function, name, monkeypatch):
     monkeypatch.setattr(vocabulary_module, "TILE", 4)
     law, p_values = LAWS[name], []
     for seed in range(10):
-        found, of_outcomes = law.outcomes(
+        result, of_outcomes = law.outcomes(
             law.problem, getattr(verifier_module, function), 50_000, seed
         )
-        for part in np.split(found, 100):
+        for part in np.split(result, 100):
             p_values.append(g_test(np.bincount(part, minlength=of_outcomes.size), of_outcomes))
     assert len(p_values) == 1000
     assert min(p_values) > 1e-7

@@ -33,36 +33,38 @@ class InNumpy:
         judged = softmax(draft_logits, temperature, 1.0) if self.fault == "top-p" else q
         draft = draw(drawn_from, numbers[:, 0, :gamma])
         accept = numbers[:, 0 if self.fault == "shared" else 1, :gamma]
-        chance, chances, taken = np.ones(count), [np.ones(count)], np.zeros(count, np.int64)
+        chance, chances, chosen = np.ones(count), [np.ones(count)], np.zeros(count, np.int64)
         for i in range(gamma):
             token = draft[:, i]
             ratio = p[every, i, token] / judged[every, i, token]
             chance = np.minimum((chance if self.rule == "block" else 1) * ratio, 1)
             chances.append(chance)
             if self.rule == "token":
-                taken += (taken == i) & (accept[:, i] < chance)
+                chosen += (chosen == i) & (accept[:, i] < chance)
         if self.rule == "block":
             for i in range(1, gamma + 1):
                 share = chances[i]
                 if i < gamma:
                     mass = np.maximum(chances[i][:, None] * p[:, i] - judged[:, i], 0).sum(axis=-1)
                     share = mass / np.maximum(mass + 1 - chances[i], 1e-300)
-                taken = np.where(accept[:, i - 1] < share, i, taken)
-        here = p[every, taken]
-        kept = np.ones(count)
+                chosen = np.where(accept[:, i - 1] < share, i, chosen)
+        here = p[every, chosen]
+        remaining = np.ones(count)
         if self.rule == "block" and self.fault != "block residual":
-            kept = np.stack(chances, 1)[every, taken]
+            remaining = np.stack(chances, 1)[every, chosen]
         if gamma:
-            over = np.maximum(kept[:, None] * here - judged[every, np.minimum(taken, gamma - 1)], 0)
-            some = (taken < gamma) & (over.sum(axis=-1) > 1e-12) & (self.fault != "residual")
+            over = np.maximum(
+                remaining[:, None] * here - judged[every, np.minimum(chosen, gamma - 1)], 0
+            )
+            some = (chosen < gamma) & (over.sum(axis=-1) > 1e-12) & (self.fault != "residual")
             here = np.where(
                 some[:, None], over / np.maximum(over.sum(-1, keepdims=True), 1e-300), here
             )
-        following = draw(here, numbers[every, 2, taken])
+        following = draw(here, numbers[every, 2, chosen])
         out = np.pad(draft, ((0, 0), (0, 1)), constant_values=-1)
         index = np.arange(gamma + 1)
-        out = np.where(index == taken[:, None], following[:, None], out)
-        return np.where(index <= taken[:, None], out, -1)
+        out = np.where(index == chosen[:, None], following[:, None], out)
+        return np.where(index <= chosen[:, None], out, -1)
 
     def numbers(self, seeds, positions, gamma):
         """Uniform numbers ``[N, role, gamma + 1]``; with the fault, those of positions alone."""

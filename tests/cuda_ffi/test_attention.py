@@ -71,9 +71,9 @@ def test_scores_beside_the_same_attention(case):
     for got, want in zip(attended, run_or_skip(case, given[:4]), strict=True):
         np.testing.assert_array_equal(got, want)
     k, probe = (np.asarray(a, np.float64) for a in (x.k, given[4]))
-    wanted = np.einsum("bkh,bskh->bks", probe, k) * settings(case)["scale"]
-    read = np.broadcast_to(read_by_some(x, case)[:, None], wanted.shape)
-    np.testing.assert_allclose(np.asarray(scores)[read], wanted[read], rtol=1e-4, atol=1e-5)
+    expected = np.einsum("bkh,bskh->bks", probe, k) * settings(case)["scale"]
+    read = np.broadcast_to(read_by_some(x, case)[:, None], expected.shape)
+    np.testing.assert_allclose(np.asarray(scores)[read], expected[read], rtol=1e-4, atol=1e-5)
 
 
 @by_name([CASES[1], LARGE[0]])

@@ -34,7 +34,7 @@ def script(path: Path, text: str) -> str:
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
-    """A cache folder of its own for every test, and compilers looked up anew."""
+    """A cache folder of its own for every test, and compilers looked up again."""
     monkeypatch.setenv("JSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RUNS", str(tmp_path / "runs"))
     toolchain.find.cache_clear()
@@ -130,18 +130,18 @@ def test_the_versions_of_jaxlib_and_compiler_name_a_library(toy, monkeypatch):
 
 def test_those_who_need_it_at_once_wait_for_one_build(tmp_path, toy):
     toolchain.find("cpu")
-    found = []
+    results = []
     threads = [
-        threading.Thread(target=lambda: found.append(build("verify", "cpu"))) for _ in range(4)
+        threading.Thread(target=lambda: results.append(build("verify", "cpu"))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert runs(tmp_path) == 1
-    assert sum(built.seconds is not None for built in found) == 1
-    # Nothing half-written stays behind.
-    assert {f.suffix for f in found[0].path.parent.iterdir()} == {".so", ".lock"}
+    assert sum(built.seconds is not None for built in results) == 1
+    # Nothing half-written stays after.
+    assert {f.suffix for f in results[0].path.parent.iterdir()} == {".so", ".lock"}
 
 
 def no_compiler(monkeypatch) -> None:
@@ -276,10 +276,10 @@ def test_nvcc_comes_from_cuda_home_then_path_then_the_wheel(tmp_path, monkeypatc
         submodule_search_locations = (str(tmp_path / "wheel"),)
 
     monkeypatch.setattr(toolchain, "find_spec", lambda name: Wheels)
-    for wanted in ("home/bin", "path", "wheel/cu13/bin"):
+    for expected in ("home/bin", "path", "wheel/cu13/bin"):
         toolchain.find.cache_clear()
-        assert toolchain.find("CUDA").version == wanted
-        (tmp_path / wanted / "nvcc").unlink()
+        assert toolchain.find("CUDA").version == expected
+        (tmp_path / expected / "nvcc").unlink()
 
 
 def test_a_failed_compile_shows_what_the_compiler_said(tmp_path, monkeypatch):

@@ -72,7 +72,7 @@ def in_double(arrays, *, gated, clamped, dtype):
         root = np.sqrt((x**2).mean(axis=1, keepdims=True) + norm.eps)
         # Rounded to bfloat16 where the kernel does it: the scale first, then what the norm is.
         x = np.float64(jnp.asarray(x * np.asarray(norm.scale, np.float64), jnp.bfloat16)) / root
-    found = np.full((rows, *kernel.shape[3 if gated else 2 :]), np.nan)
+    result = np.full((rows, *kernel.shape[3 if gated else 2 :]), np.nan)
     for group in range(len(kernel)):
         one = MXFP4(kernel.codes[group], kernel.scales[group])
         for row in range(int(starts[group]), int(starts[group + 1])):
@@ -86,8 +86,8 @@ def in_double(arrays, *, gated, clamped, dtype):
             elif gated:
                 y = y[0] / (1 + np.exp(-y[0])) * y[1]
             goal = row if scatter_indices is None else int(scatter_indices[row])
-            found[goal] = y if weights is None else y * float(weights[goal])
-    return found
+            result[goal] = y if weights is None else y * float(weights[goal])
+    return result
 
 
 def run_or_skip(arrays, settings):
@@ -172,6 +172,6 @@ def test_refuses_with_a_reason(counts, change, reason):
         "weights",
     )
     given = dict(zip(names, arrays, strict=True)) | settings | change
-    found = refuses(**given)
-    assert found is not None
-    assert reason in found
+    result = refuses(**given)
+    assert result is not None
+    assert reason in result

@@ -109,9 +109,9 @@ def test_refuses_with_a_reason(shape, change, reason):
     rows, inputs, outputs = shape
     x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, outputs)))
     settings = {"gated": False, "transposed": False, "dtype": jnp.dtype("float32")} | change
-    found = refuses(x, kernel, None, None, settings.pop("add", None), **settings)
-    assert found is not None
-    assert reason in found
+    result = refuses(x, kernel, None, None, settings.pop("add", None), **settings)
+    assert result is not None
+    assert reason in result
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_refuses_weights_of_4_bits_with_a_reason(dtype, inputs, reason):
     codes, scales = (jnp.zeros((8, inputs // of), jnp.uint8) for of in (2, 32))
     settings = {"gated": False, "transposed": False, "dtype": jnp.dtype("float32")}
     x = jnp.zeros((1, inputs), dtype)
-    found = refuses(x, MXFP4(codes, scales), None, None, None, **settings)
-    assert found is not None
-    assert reason in found
+    result = refuses(x, MXFP4(codes, scales), None, None, None, **settings)
+    assert result is not None
+    assert reason in result

@@ -38,6 +38,6 @@ def behind(monkeypatch) -> Watched:
 def engine(sharp) -> Engine:
     """One that has compiled all that it needs, for all tests of a module that end its
     requests."""
-    found = engine_of(sharp, "ngram", prefill_chunk=64)
-    found.warm_up()
-    return found
+    result = engine_of(sharp, "ngram", prefill_chunk=64)
+    result.warm_up()
+    return result

@@ -10,7 +10,7 @@ from jspec.decode.draft import Chain, GuidedDraft, ModelDraft, SelfDraft, Suffix
 from jspec.decode.engine import Engine
 from jspec.decode.generation import Generation, generate
 from jspec.policies import ExactTopK, Hata, HataOff, MagicPIG, Quest, Streaming, Vegas
-from tests.conftest import make_decoder
+from tests.conftest import ONE_LAYER, make_decoder
 from tests.decode.common import MIXED, NGRAM, STREAMING, prompts
 
 VEGAS = GuidedDraft(Vegas(budget=8, least=0))
@@ -115,7 +115,7 @@ def check_arrivals(
 ) -> None:
     """Submit ``requests`` in bursts between steps and cancel some; each has the wanted tokens.
 
-    ``cancelling``: the share of steps behind which one of all requests is cancelled, if it has not
+    ``cancelling``: the share of steps after which one of all requests is cancelled, if it has not
     ended yet.
     """
     rng = np.random.default_rng(seed)
@@ -140,4 +140,4 @@ def check_arrivals(
 @functools.cache
 def known(count: int) -> Generation:
     """What the first requests of `work` give on `sharp`, which seed 1 makes again."""
-    return apart(make_decoder(seed=1, embedding=400.0, head=4.0), "ngram", work(count))
+    return apart(make_decoder(ONE_LAYER, seed=1, embedding=400.0, head=4.0), "ngram", work(count))

@@ -54,9 +54,9 @@ def test_rows_that_accept_little_weigh_as_much_as_their_steps(slots):
         choice.saw(gamma, seconds, accepted, live)
         choice.met(rows.saw(gamma, accepted, live))
 
-    found = [decode(choice.choose, saw, costs, rates, slots, seed) for seed in range(8)][2:]
-    assert np.mean(found) < min(fixed.values()) / 0.95
-    assert np.mean(found) < 0.95 * fixed[0]
+    result = [decode(choice.choose, saw, costs, rates, slots, seed) for seed in range(8)][2:]
+    assert np.mean(result) < min(fixed.values()) / 0.95
+    assert np.mean(result) < 0.95 * fixed[0]
 
 
 def test_a_row_goes_by_others_until_it_is_known():
@@ -94,14 +94,14 @@ def test_rows_that_are_waited_for_together_need_as_many_steps_as_the_last():
     """Each is like any of the others as often: the mean over all ways, one by one."""
     rows, rng = RowAcceptance(3, 4, 2, together=True), np.random.default_rng(1)
     left, others = np.array([90, 70, 0]), rng.random((3, 4))
-    found = []
+    results = []
     for kinds in itertools.product(others, repeat=3):
         steps = [
             2 * math.ceil(own / (1 + np.cumprod(kind[:2]).sum()) / 2)
             for own, kind in zip(left, kinds, strict=True)
         ]
-        found.append(max(steps))
-    assert rows.tokens(2, left, others) == pytest.approx(160 / (2 * np.mean(found)))
+        results.append(max(steps))
+    assert rows.tokens(2, left, others) == pytest.approx(160 / (2 * np.mean(results)))
 
 
 def test_steps_are_compared_at_the_same_number_of_live_rows():
@@ -112,9 +112,9 @@ def test_steps_are_compared_at_the_same_number_of_live_rows():
     for gamma, live, seconds in ((4, 8, 9.0), (4, 2, 6.0), (16, 2, 8.0), (16, 2, 8.0)):
         accepted = np.zeros((STEPS, 8), int)
         choice.saw(gamma, seconds, accepted, np.tile(alive[live] > 0, (STEPS, 1)))
-    for live, wanted in ((8, (9.0, 11.0)), (2, (6.0, 8.0)), (8, (9.0, 11.0))):
+    for live, expected in ((8, (9.0, 11.0)), (2, (6.0, 8.0)), (8, (9.0, 11.0))):
         choice.choose(rows, alive[live])
-        assert [choice.cost(4), choice.cost(16)] == pytest.approx(wanted)
+        assert [choice.cost(4), choice.cost(16)] == pytest.approx(expected)
 
 
 def test_a_row_costs_no_more_than_its_share_of_a_step():

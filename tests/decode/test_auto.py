@@ -79,7 +79,7 @@ def run(choice: GammaChoice, world: World, chunks: int, ahead: int = 0) -> tuple
     ``ahead``: how many are chosen before the one at work is seen.
     """
     tokens = time = 0.0
-    taken, (rows, left) = [], rows_of(world.rows)
+    selected, (rows, left) = [], rows_of(world.rows)
     live = np.ones((STEPS, world.rows), bool)
     chosen = deque(choice.choose(rows, left) for _ in range(ahead))
     for _ in range(chunks):
@@ -90,8 +90,8 @@ def run(choice: GammaChoice, world: World, chunks: int, ahead: int = 0) -> tuple
         choice.met(rows.saw(gamma, accepted, live))
         tokens += (1 + accepted).mean() * STEPS
         time += seconds * STEPS
-        taken.append(gamma)
-    return tokens / time, taken
+        selected.append(gamma)
+    return tokens / time, selected
 
 
 # Draft tokens that cost nothing, as n-grams, or a sparse pass; passes that are bound by memory or
@@ -132,16 +132,16 @@ def test_it_follows_what_is_accepted():
 
 
 def test_what_it_chooses_follows_from_what_it_saw():
-    taken = [run(GammaChoice(LADDER, 4), World(0.1, 0.1, 0.5, 2, seed=7), 80)[1] for _ in range(2)]
-    assert taken[0] == taken[1]
-    assert len(set(taken[0])) > 2
+    chosen = [run(GammaChoice(LADDER, 4), World(0.1, 0.1, 0.5, 2, seed=7), 80)[1] for _ in range(2)]
+    assert chosen[0] == chosen[1]
+    assert len(set(chosen[0])) > 2
 
 
 def test_a_hopeless_gamma_never_runs():
     """What could not win at the cost of a shorter one is not compiled."""
     choice = GammaChoice(LADDER, 1)
-    _, taken = run(choice, World(0.5, 0.0, 0.05, rows=8), 200)
-    assert max(taken) < 8
+    _, chosen = run(choice, World(0.5, 0.0, 0.05, rows=8), 200)
+    assert max(chosen) < 8
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -153,9 +153,9 @@ def test_looking_again_costs_a_bounded_share(ahead):
     world = World(1.0, 0.2, 0.0, rows=8)
     choice = GammaChoice(LADDER, 1, warm=2)
     run(choice, world, 40, ahead)
-    got, taken = run(choice, world, 2000, ahead)
+    got, chosen = run(choice, world, 2000, ahead)
     assert got > 0.99
-    assert 0 < sum(g > 0 for g in taken) < 20
+    assert 0 < sum(g > 0 for g in chosen) < 20
 
 
 def test_a_probe_that_was_never_seen_is_made_again():
@@ -227,14 +227,14 @@ def test_an_engine_tells_what_rows_need_and_forgets_those_that_others_took(sharp
 
 def in_turn(monkeypatch, gammas):
     """Have chunks take these gammas in turn, whatever they cost; returns what was seen of them."""
-    turns, seen = itertools.cycle(gammas), []
+    turns, recorded = itertools.cycle(gammas), []
     monkeypatch.setattr(GammaChoice, "choose", lambda *_: next(turns))
 
     def saw(self, gamma, seconds, accepted, live):
-        seen.append((gamma, seconds, accepted[live]))
+        recorded.append((gamma, seconds, accepted[live]))
 
     monkeypatch.setattr(GammaChoice, "saw", saw)
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize(
@@ -247,20 +247,20 @@ def in_turn(monkeypatch, gammas):
 )
 def test_greedy_tokens_are_the_plain_ones_whatever_is_chosen(name, tiny, monkeypatch):
     """Plain steps keep what the drafter needs: its index, what guides it, its pages."""
-    seen = in_turn(monkeypatch, (0, 4, 1))
+    observed = in_turn(monkeypatch, (0, 4, 1))
     draft = named_draft(name)
     plain = generate(tiny, prompts(), requests(), draft=None)
     settings = {"draft": draft, "steps_per_chunk": 2}
     got = generate(tiny, prompts(), requests(), gamma="auto", **settings)
     assert got.tokens == plain.tokens
-    assert [gamma for gamma, *_ in seen[:4]] == [0, 4, 1, 0]
-    assert all(accepted.max() <= gamma for gamma, _, accepted in seen)
-    assert sum(int(a.sum()) for *_, a in seen) == got.stats.accepted > 10
-    assert sum(len(a) for *_, a in seen) == got.stats.steps
-    taken = Counter()
-    for gamma, _, accepted in seen:
-        taken[gamma] += len(accepted)
-    assert dict(got.stats.steps_at_gamma) == {gamma: n for gamma, n in taken.items() if n}
+    assert [gamma for gamma, *_ in observed[:4]] == [0, 4, 1, 0]
+    assert all(accepted.max() <= gamma for gamma, _, accepted in observed)
+    assert sum(int(a.sum()) for *_, a in observed) == got.stats.accepted > 10
+    assert sum(len(a) for *_, a in observed) == got.stats.steps
+    chosen = Counter()
+    for gamma, _, accepted in observed:
+        chosen[gamma] += len(accepted)
+    assert dict(got.stats.steps_at_gamma) == {gamma: n for gamma, n in chosen.items() if n}
     assert Stats.merged([got.stats] * 2).steps_at_gamma == tuple(
         (gamma, 2 * n) for gamma, n in got.stats.steps_at_gamma
     )
@@ -285,12 +285,12 @@ def test_choices_are_remembered_by_what_times_depend_on(sharp, tiny):
     params = SamplingParams(max_new_tokens=8)
     gammas = Gammas(StepConfig(draft=NgramDraft()))
     state = start_decoding(sharp, [[1, 2]], params, gammas.longest)
-    found = gammas.choice(Models(sharp), state)
-    assert gammas.choice(Models(tiny), state) is found  # of the same shape
-    assert Gammas(StepConfig(draft=NgramDraft())).choice(Models(sharp), state) is found
-    assert Gammas(StepConfig(draft=NgramDraft(2))).choice(Models(sharp), state) is not found
+    result = gammas.choice(Models(sharp), state)
+    assert gammas.choice(Models(tiny), state) is result  # of the same shape
+    assert Gammas(StepConfig(draft=NgramDraft())).choice(Models(sharp), state) is result
+    assert Gammas(StepConfig(draft=NgramDraft(2))).choice(Models(sharp), state) is not result
     wider = start_decoding(sharp, [[1, 2]] * 2, params, gammas.longest)
-    assert gammas.choice(Models(sharp), wider) is not found
+    assert gammas.choice(Models(sharp), wider) is not result
 
 
 @pytest.mark.parametrize("draft", [NgramDraft(), SelfDraft(), ModelDraft()], ids=str)

@@ -41,16 +41,16 @@ def test_it_keeps_what_a_prefill_of_its_own_keeps(name, windowed):
     shared = start_decoding(windowed, PROMPTS, PARAMS, wide)
     got = convert_state(models, shared, config)
     assert jax.tree.structure(got) == jax.tree.structure(own)
-    kept = [x.columns for x in (own.cache, got.cache)]
-    for wanted, found in zip(*kept, strict=True):
-        for column in wanted:
-            assert wanted[column].dtype == found[column].dtype
-            size = wanted[column].shape[1]
+    remaining = [x.columns for x in (own.cache, got.cache)]
+    for expected, result in zip(*remaining, strict=True):
+        for column in expected:
+            assert expected[column].dtype == result[column].dtype
+            size = expected[column].shape[1]
             for row, length in enumerate(map(len, PROMPTS)):
                 # What no position is in may be anything.
                 used = slice(0, min(length - 1, size))
                 np.testing.assert_allclose(
-                    found[column][row, used], wanted[column][row, used], rtol=1e-5, atol=1e-6
+                    result[column][row, used], expected[column][row, used], rtol=1e-5, atol=1e-6
                 )
     jax.tree.map(np.testing.assert_array_equal, got.cache.pages, own.cache.pages)
     assert not shared.cache.keys(0).is_deleted()
@@ -59,11 +59,11 @@ def test_it_keeps_what_a_prefill_of_its_own_keeps(name, windowed):
 def test_a_prefill_serves_several_calls(tiny):
     shared = start_decoding(tiny, PROMPTS, PARAMS, PLAIN)
     lossy = {"draft": None, "target": MATRIX["quest"]}
-    wanted = [generate(tiny, PROMPTS, PARAMS, **settings).tokens for settings in (lossy, PLAINLY)]
-    for settings, tokens in zip((lossy, PLAINLY, lossy), (*wanted, wanted[0]), strict=True):
+    expected = [generate(tiny, PROMPTS, PARAMS, **settings).tokens for settings in (lossy, PLAINLY)]
+    for settings, tokens in zip((lossy, PLAINLY, lossy), (*expected, expected[0]), strict=True):
         got = generate(tiny, PROMPTS, PARAMS, prefilled=shared, **settings)
         assert got.tokens == tokens
-    assert wanted[0] != wanted[1]
+    assert expected[0] != expected[1]
 
 
 def test_the_params_of_a_call_count_and_not_those_of_the_prefill(tiny):

@@ -65,8 +65,8 @@ def test_activations_of_bfloat16_fit_every_drafter(source, cache_dtype):
     model = Half(0)
     assert jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype == jnp.float32
     state, (after, _) = traced(source, model, Half(1), TWELVE, cache_dtype=cache_dtype)
-    wanted = jnp.dtype(cache_dtype or jnp.bfloat16)
-    assert set(dtypes(state.cache.columns)) == {wanted}
+    expected = jnp.dtype(cache_dtype or jnp.bfloat16)
+    assert set(dtypes(state.cache.columns)) == {expected}
     assert dtypes(after) == dtypes(state)
 
 
@@ -90,9 +90,9 @@ def of_numpy(model: OneLayer) -> OneLayer:
         is_weight = jnp.issubdtype(leaf.dtype, jnp.floating)
         return np.asarray(leaf) if is_weight else leaf
 
-    found = jax.tree.map(converted, model)
-    assert np.ndarray in map(type, jax.tree.leaves(found))
-    return found
+    result = jax.tree.map(converted, model)
+    assert np.ndarray in map(type, jax.tree.leaves(result))
+    return result
 
 
 @pytest.mark.parametrize("source", DRAFTERS)
@@ -167,8 +167,8 @@ def test_every_drafter_works_in_64_bits():
         text=True,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    found = json.loads(ran.stdout)
+    result = json.loads(ran.stdout)
     plain = wide_tokens("plain")
-    assert found[0] == plain
-    assert [tokens[0] for tokens in found] == [plain[0]] * 5
-    assert {len(tokens[1]) for tokens in found} == {8}
+    assert result[0] == plain
+    assert [tokens[0] for tokens in result] == [plain[0]] * 5
+    assert {len(tokens[1]) for tokens in result} == {8}

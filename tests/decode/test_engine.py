@@ -17,9 +17,9 @@ from tests.decode.engines import apart, check_arrivals, engine_of, known, work
 
 def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     """Prompts of 1 to 90 tokens, settings that need all modes, bursts, cancellations, ends."""
-    wanted = known(40)
+    expected = known(40)
     compiled, own = len(COMPILED), engine.stats.compilations
-    check_arrivals(engine, work(40), wanted, seed=2)
+    check_arrivals(engine, work(40), expected, seed=2)
     requests = [
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=9), on_tokens=lambda tokens: True)
         for _ in range(4)
@@ -67,14 +67,14 @@ def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
 @pytest.fixture
 def groups(engine, monkeypatch) -> list[int]:
     """How many prompts each pass over several of them had."""
-    found, right = [], engine._scheduler.short.take_up
+    results, right = [], engine._scheduler.short.take_up
 
     def take_up(state, size, slots, *rest):
-        found.append(len(slots))
+        results.append(len(slots))
         return right(state, size, slots, *rest)
 
     monkeypatch.setattr(engine._scheduler.short, "take_up", take_up)
-    return found
+    return results
 
 
 def test_short_prompts_go_in_by_one_pass(engine, groups, behind):
@@ -148,15 +148,15 @@ def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
     prefill = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._scheduler.prefill
     prefill.begin(np.ones(left + 1, np.int32))
     assert prefill.tokens_of(np.ones(left + 1, np.int32)) == (sum(pieces) if left <= 512 else 0)
-    found = []
+    results = []
     while not prefill.ready:
-        found.append(prefill.piece)
+        results.append(prefill.piece)
         prefill.advance()
-    assert found == pieces
+    assert results == pieces
 
 
 def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine, behind):
-    """It begins to decode in the step behind that in which a slot comes free."""
+    """It begins to decode in the step after that in which a slot comes free."""
     slow = SamplingParams(max_new_tokens=60, draft_limit=0)
     full = [engine.submit([1, 2], slow) for _ in range(3)]
     waiting = engine.submit(prompts((60,))[0], SamplingParams(max_new_tokens=5))
@@ -178,11 +178,11 @@ def test_prefixes_of_all_sizes_compile_nothing(engine):
     """From one token to three pieces; 48 tokens are one."""
     requests = work(40)
     which = max(range(40), key=lambda row: len(requests[row][0]))
-    (text, params), wanted = requests[which], known(40).tokens[which]
+    (text, params), expected = requests[which], known(40).tokens[which]
     compiled, own = len(COMPILED), engine.stats.compilations
     for size in (1, 2, 15, 16, 17, 33, 47, 48, 49, 64, len(text) - 1):
         engine.share_prefix(text[:size])
-        assert engine.submit(text, params).result() == wanted
+        assert engine.submit(text, params).result() == expected
         engine.drop_prefix(text[:size])
     engine.share_prefix([*text, *text][:126])
     engine.drop_prefix([*text, *text][:126])
@@ -191,7 +191,7 @@ def test_prefixes_of_all_sizes_compile_nothing(engine):
 
 
 def test_a_long_prefix_does_not_stall_the_others(engine):
-    """A step behind each of its pieces but the last; the caller hears of those that end."""
+    """A step after each of its pieces but the last; the caller hears of those that end."""
     first, second = (
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=new, draft_limit=0, seed=1))
         for new in (40, 6)
@@ -214,7 +214,7 @@ def test_a_prefix_is_taken_up_once(name, sharp, other):
     texts = [[*prefix, *text] for text in prompts((1, 9, 30), seed=1)]
     texts += [prefix, [*longer, 7], prompts((20,), seed=5)[0]]
     params = SamplingParams(max_new_tokens=12)
-    wanted = apart(sharp, name, [(text, params) for text in texts], other)
+    expected = apart(sharp, name, [(text, params) for text in texts], other)
     engine = engine_of(sharp, name, other)
     engine.warm_up()
     compiled = len(COMPILED)
@@ -224,8 +224,8 @@ def test_a_prefix_is_taken_up_once(name, sharp, other):
     requests = [engine.submit(text, params) for text in texts]
     engine.run()
     assert len(COMPILED) == compiled
-    assert tuple(request.tokens for request in requests) == wanted.tokens
-    # The prefixes once, and of the others what is behind them.
+    assert tuple(request.tokens for request in requests) == expected.tokens
+    # The prefixes once, and of the others what is after them.
     assert engine.stats.prompt_tokens == 40 + 50 + (1 + 9 + 30) + 40 + 1 + 20
 
 

@@ -99,14 +99,14 @@ def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
 
 def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone):
     """The first one says how long chunks are, and none is wasted."""
-    seen = watch(math.inf)
+    observed = watch(math.inf)
     requests = [engine.submit(text, NEW) for text in TEXTS[:2]]
     read = []
     while engine.busy:
         engine.step()
         read.append(len(requests[0].tokens))
     assert read == [4, 8, 12, 16, 20]  # a chunk a turn
-    assert seen.at_work == [1, 0, *[1, 2] * 3, 1, 0]
+    assert observed.at_work == [1, 0, *[1, 2] * 3, 1, 0]
     assert [request.tokens for request in requests] == [own[:20] for own in alone[:2]]
 
 
@@ -114,7 +114,7 @@ def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone)
 def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch):
     """One of two rows ends in the fifth chunk, in any case, which is not followed before it is
     read where a prompt waits for the slot that is not whole by then."""
-    seen = watch(math.inf, turn=1e-9)
+    observed = watch(math.inf, turn=1e-9)
     sizes = {"slots": 2, "capacity": 80, "prefill_chunk": 4, "steps_per_chunk": 4}
     engine = Engine(sharp, draft=None, **sizes)
     first, _ = (engine.submit(TEXTS[2], params) for params in (NEW, LONG))
@@ -122,7 +122,7 @@ def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch):
         last = engine.submit(prompts((waiting,))[0], NEW)
     for _ in range(5):
         engine.step()
-    assert seen.at_work == [1, 0, 1, *[2, 1] * 3, *([0] if waiting == 40 else [2, 1])]
+    assert observed.at_work == [1, 0, 1, *[2, 1] * 3, *([0] if waiting == 40 else [2, 1])]
     assert first.finished
     if waiting == 3:  # it went into the slot before the fifth chunk was read
         assert engine._runner.slots[0] is last
@@ -132,30 +132,30 @@ def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch):
 def test_processes_that_wait_for_each_other_do_not_look_ahead(engine, watch):
     limit_steps(60)
     try:
-        seen = watch(math.inf)
+        observed = watch(math.inf)
         engine.submit(TEXTS[0], NEW).result()
     finally:
         limit_steps(None)
-    assert set(seen.at_work) == {0, 1}
+    assert set(observed.at_work) == {0, 1}
 
 
 # --- what requests get ---------------------------------------------------------------------------
 
 
 def test_a_request_that_comes_while_a_chunk_is_ahead_waits_for_no_other(engine, watch, alone):
-    """It goes in behind the chunk that runs, which the turn reads, and is in the next one."""
-    seen = watch(math.inf)
+    """It goes in after the chunk that runs, which the turn reads, and is in the next one."""
+    observed = watch(math.inf)
     first = engine.submit(TEXTS[0], LONG)
     engine.step()
     engine.step()
-    assert seen.at_work[-1] == 1
-    second, done = engine.submit(TEXTS[1], NEW), len(seen.calls)
+    assert observed.at_work[-1] == 1
+    second, done = engine.submit(TEXTS[1], NEW), len(observed.calls)
     engine.step()
-    assert seen.calls[done:] == ["start", "finish"]
+    assert observed.calls[done:] == ["start", "finish"]
     assert (len(first.tokens), len(second.tokens)) == (12, 0)
-    third, done = engine.submit(TEXTS[2], NEW), len(seen.calls)
+    third, done = engine.submit(TEXTS[2], NEW), len(observed.calls)
     engine.step()  # no slot is free, but the prompt gets on
-    assert seen.calls[done:] == ["start", "finish"]
+    assert observed.calls[done:] == ["start", "finish"]
     assert (len(first.tokens), len(second.tokens), len(third.tokens)) == (16, 4, 0)
     engine.run()
     tokens = [request.tokens for request in (first, second, third)]
@@ -164,13 +164,13 @@ def test_a_request_that_comes_while_a_chunk_is_ahead_waits_for_no_other(engine, 
 
 def test_a_short_request_behind_a_chunk_has_its_own_at_once(engine, watch, alone):
     """Where nobody else needs another chunk."""
-    seen = watch(math.inf)
+    observed = watch(math.inf)
     first = engine.submit(TEXTS[0], NEW)
     for _ in range(4):
         engine.step()
-    second, done = engine.submit(TEXTS[1], SamplingParams(max_new_tokens=3)), len(seen.calls)
+    second, done = engine.submit(TEXTS[1], SamplingParams(max_new_tokens=3)), len(observed.calls)
     assert engine.step() == (first,)
-    assert seen.calls[done:] == ["start", "finish"]
+    assert observed.calls[done:] == ["start", "finish"]
     assert (first.tokens, second.result()) == (alone[0][:20], alone[1][:3])
 
 
@@ -205,7 +205,7 @@ def ended_in_all_ways(engine: Engine):
     """What requests get that their callbacks end, each in its own way, and what is counted."""
 
     def answering(*answers):
-        """A callback with these answers, one a chunk, and none behind them."""
+        """A callback with these answers, one a chunk, and none after them."""
         left = list(answers)
 
         def on_tokens(new):
@@ -235,40 +235,40 @@ def ended_in_all_ways(engine: Engine):
 
 def test_what_runs_ahead_of_a_request_that_has_ended_counts_nowhere(engine, watch, alone):
     behind = watch(0)
-    wanted = ended_in_all_ways(engine)
-    seen = watch(math.inf)
+    expected = ended_in_all_ways(engine)
+    observed = watch(math.inf)
     got, counts = ended_in_all_ways(engine)
-    assert (got, counts) == wanted
+    assert (got, counts) == expected
     assert [len(tokens) for tokens, _ in got] == [12, 6, 8, 8, 30, 30]
     assert [end for _, end in got] == ["stop", "stop", "stop", "error", "length", "length"]
     texts = [*alone, alone[0]]
     assert all(own[: len(x)] == x for (x, _), own in zip(got, texts, strict=True))
     assert counts[COUNTS.index("committed")] == 94
-    dropped = [sum(int(x.committed.sum()) for x in own.records) - 94 for own in (behind, seen)]
+    dropped = [sum(int(x.committed.sum()) for x in own.records) - 94 for own in (behind, observed)]
     assert dropped[0] == 2 + 4  # what was cut off
     assert dropped[1] >= dropped[0] + 4  # and whole chunks
 
 
 def test_one_that_is_cancelled_while_a_chunk_is_ahead_keeps_what_it_has(engine, watch, alone):
     """The device lets its row rest one chunk later, and hears of it between two chunks."""
-    seen, before = watch(math.inf), engine.stats
+    observed, before = watch(math.inf), engine.stats
     first, second = (engine.submit(text, LONG) for text in TEXTS[:2])
     engine.step()
     engine.step()
     first.cancel()
-    assert seen.at_work[-1] == 1
+    assert observed.at_work[-1] == 1
     ended = [set(engine.step())]
-    assert seen.at_work[-1] == 0
+    assert observed.at_work[-1] == 0
     ended += [set(engine.step()) for _ in range(5)]
     assert ended == [set()] * 5 + [{second}]
     assert (first.tokens, second.tokens) == (alone[0][:8], alone[1])
     assert engine.stats.committed - before.committed == 38
-    live = np.array([record.committed.sum(axis=0) > 0 for record in seen.records])
+    live = np.array([record.committed.sum(axis=0) > 0 for record in observed.records])
     assert live.sum(axis=0).tolist() == [3, 8]
 
 
 def test_a_callback_cancels_another_while_a_chunk_is_ahead(engine, watch, alone):
-    seen, before = watch(math.inf), engine.stats
+    observed, before = watch(math.inf), engine.stats
 
     def on_tokens(new):
         if len(first.tokens) == 4:
@@ -278,7 +278,7 @@ def test_a_callback_cancels_another_while_a_chunk_is_ahead(engine, watch, alone)
     second = engine.submit(TEXTS[1], LONG)
     engine.step()
     assert engine.step() == (second,)
-    assert seen.at_work[-1] == 1
+    assert observed.at_work[-1] == 1
     engine.run()
     assert (first.tokens, second.tokens) == (alone[0], alone[1][:4])
     assert engine.stats.committed - before.committed == 34
@@ -286,29 +286,29 @@ def test_a_callback_cancels_another_while_a_chunk_is_ahead(engine, watch, alone)
 
 def test_nothing_is_kept_of_requests_while_a_chunk_is_at_work_for_nobody(engine, watch, alone):
     """The next request waits for it, and for no other."""
-    seen = watch(math.inf)
+    observed = watch(math.inf)
     answers = iter((None, True))
     request = engine.submit(TEXTS[0], LONG, on_tokens=lambda tokens: next(answers))
     engine.run()
     assert (request.tokens, request.finished) == (alone[0][:8], "stop")
-    assert seen.at_work[-1] == 1
-    kept = weakref.ref(request)
+    assert observed.at_work[-1] == 1
+    remaining = weakref.ref(request)
     del request
     gc.collect()
-    assert kept() is None
+    assert remaining() is None
     assert engine.submit(TEXTS[1], NEW).result() == alone[1][:20]
-    assert seen.at_work[-1] == 0
+    assert observed.at_work[-1] == 0
 
 
 def test_a_prefix_is_shared_while_a_chunk_is_ahead(engine, watch, alone):
     """It waits for the chunk, whose tokens come in the next turn."""
-    seen = watch(math.inf)
+    observed = watch(math.inf)
     first = engine.submit(TEXTS[0], LONG)
     engine.step()
     engine.step()
-    assert seen.at_work[-1] == 1
+    assert observed.at_work[-1] == 1
     engine.share_prefix(TEXTS[3][:9])
-    assert seen.at_work[-1] == 0
+    assert observed.at_work[-1] == 0
     assert len(first.tokens) == 8
     second = engine.submit(TEXTS[3], NEW)
     for new in ((12, 0), (16, 4)):
@@ -317,7 +317,7 @@ def test_a_prefix_is_shared_while_a_chunk_is_ahead(engine, watch, alone):
     engine.run()
     engine.drop_prefix(TEXTS[3][:9])
     assert (first.tokens, second.tokens) == (alone[0], alone[3][:20])
-    assert min(seen.at_work) == 0  # nothing is read twice
+    assert min(observed.at_work) == 0  # nothing is read twice
 
 
 def test_time_in_which_nothing_ran_counts_nowhere(engine, monkeypatch):
@@ -352,15 +352,15 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", reached)
 
     def start(ends):
-        """A chunk behind prompts that are there then."""
+        """A chunk after prompts that are there then."""
         if ends is not None:
             with work.clock_of_prompts():
                 now.seconds += 1
                 is_ready = partial(lambda at: now.seconds >= at, ends)
                 work.follow(SimpleNamespace(is_ready=is_ready, ends=ends))  # pyright: ignore
-        found = work.start(None, np.ones(1))[1]  # pyright: ignore[reportArgumentType]
+        result = work.start(None, np.ones(1))[1]  # pyright: ignore[reportArgumentType]
         choice = SimpleNamespace(saw=lambda *chunk: heard.append(chunk[1]), met=lambda counts: None)
-        return dataclasses.replace(found, choice=choice)
+        return dataclasses.replace(result, choice=choice)
 
     def finish(chunk, at):
         def read(tree):
@@ -375,7 +375,7 @@ def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
     first = start(ends=104)  # prompts from 100 on
     assert finish(first, at=114) == (4, 10, 10)
     second = start(ends=None)
-    third = start(ends=127)  # behind the second chunk
+    third = start(ends=127)  # after the second chunk
     assert finish(second, at=124) == (4, 20, 10)
     assert finish(third, at=130) == (7, 23, 3)
     fourth = start(ends=None)

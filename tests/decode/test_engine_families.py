@@ -46,7 +46,7 @@ def alone(name: str) -> list[tuple[int, ...]]:
     ],
 )
 def test_a_family_gets_what_it_gets_alone(name, draft):
-    """Of three slots one is used twice, and one prompt goes on behind a shared prefix."""
+    """Of three slots one is used twice, and one prompt goes on after a shared prefix."""
     second = loaded("qwen3") if draft == "model" else None
     engine = jspec.Engine(
         loaded(name),

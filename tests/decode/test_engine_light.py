@@ -31,30 +31,30 @@ def engine(sharp) -> Engine:
     """One that has compiled all that it needs; each test ends its requests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(short_prompts, "is_light", lambda models: True)
-        found = engine_of(sharp, "ngram", prefill_chunk=CHUNK)
-    found.warm_up()
-    return found
+        result = engine_of(sharp, "ngram", prefill_chunk=CHUNK)
+    result.warm_up()
+    return result
 
 
 @pytest.fixture
 def passes(engine, monkeypatch) -> list[tuple[int, int]]:
     """How many prompts each pass had, and its size."""
-    found, right = [], engine._scheduler.short.take_up
+    results, right = [], engine._scheduler.short.take_up
 
     def take_up(state, size, slots, *rest):
-        found.append((len(slots), size))
+        results.append((len(slots), size))
         return right(state, size, slots, *rest)
 
     monkeypatch.setattr(engine._scheduler.short, "take_up", take_up)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("where", ["ahead", "behind"])
 def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, where, monkeypatch):
     """Prompts of a pass, longer ones, cancellations; chunks run ahead or do not."""
     watched(monkeypatch, math.inf if where == "ahead" else 0)
-    wanted, compiled = known(40), len(COMPILED)
-    check_arrivals(engine, work(40), wanted, seed=5)
+    expected, compiled = known(40), len(COMPILED)
+    check_arrivals(engine, work(40), expected, seed=5)
     assert len(COMPILED) == compiled
 
 
@@ -62,13 +62,13 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, passes, monkeypatch):
     """One by itself, too, and those of unlike lengths."""
     lengths = [1, CHUNK + 1, 2, 17, 18, 30]
     texts = [prompts((length,), seed=length)[0] for length in lengths]
-    wanted = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
+    expected = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
     with monkeypatch.context() as patch:
         patch.setattr(engine._scheduler.prefill, "begin", None)
         tokens = [engine.submit(texts[0], FEW).result()]
         requests = [engine.submit(text, FEW) for text in texts[1:]]
         engine.run()
-    assert (*tokens, *(request.tokens for request in requests)) == wanted.tokens
+    assert (*tokens, *(request.tokens for request in requests)) == expected.tokens
     assert passes[:2] == [(1, CHUNK), (3, CHUNK)]
     assert sum(count for count, _ in passes) == len(texts)
 
@@ -118,12 +118,12 @@ def test_prompts_wait_for_a_slot_in_the_queue(engine, passes, monkeypatch):
 def test_long_prompts_and_those_behind_prefixes_go_in_by_pieces(engine, passes):
     prefix = prompts((40,), seed=6)[0]
     texts = [prompts((90,), seed=4)[0], [*prefix, 1, 2, 3], [5, 6]]
-    wanted = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
+    expected = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
     engine.share_prefix(prefix)
     requests = [engine.submit(text, FEW) for text in texts]
     engine.run()
     engine.drop_prefix(prefix)
-    assert tuple(request.tokens for request in requests) == wanted.tokens
+    assert tuple(request.tokens for request in requests) == expected.tokens
     assert passes == [(1, CHUNK)]
 
 

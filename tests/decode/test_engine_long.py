@@ -1,4 +1,4 @@
-"""A long prompt in the queue of an engine, and the short ones behind it."""
+"""A long prompt in the queue of an engine, and the short ones after it."""
 
 import pytest
 
@@ -34,17 +34,17 @@ def test_a_long_prompt_has_the_tokens_of_every_free_slot(small_pieces, behind):
 
 
 def test_short_prompts_go_past_a_long_one(small_pieces, behind):
-    """Two of them, the second behind a shared prefix; the others are too long for a turn."""
+    """Two of them, the second after a shared prefix; the others are too long for a turn."""
     engine, prefix = small_pieces, prompts((40,), seed=6)[0]
     texts = [LONG_PROMPT, *prompts((60, 9), seed=5), [*prefix, 1, 2, 3], prompts((50,), seed=7)[0]]
-    wanted = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
+    expected = apart(engine._options.models.target, "ngram", [(text, FEW) for text in texts])
     engine.share_prefix(prefix)
     long, second, *short, last = (engine.submit(text, FEW) for text in texts)
     assert [turns_until(engine, request) for request in short] == [2, 0]  # in one turn
     assert turns_until(engine, long) == 2
     engine.run()
     engine.drop_prefix(prefix)
-    assert tuple(x.tokens for x in (long, second, *short, last)) == wanted.tokens
+    assert tuple(x.tokens for x in (long, second, *short, last)) == expected.tokens
 
 
 def test_a_short_prompt_of_any_length_goes_past_a_long_one(small_pieces, behind):
@@ -57,8 +57,8 @@ def test_a_short_prompt_of_any_length_goes_past_a_long_one(small_pieces, behind)
         assert turns_until(engine, short) == 2
         assert not long.tokens
         engine.run()
-        wanted = apart(model, "ngram", [(text, FEW) for text in texts])
-        assert (long.tokens, short.tokens) == wanted.tokens
+        expected = apart(model, "ngram", [(text, FEW) for text in texts])
+        assert (long.tokens, short.tokens) == expected.tokens
 
 
 def test_a_prompt_that_goes_past_a_long_one_leaves_out_its_prefix(small_pieces, behind):
@@ -71,8 +71,8 @@ def test_a_prompt_that_goes_past_a_long_one_leaves_out_its_prefix(small_pieces, 
     assert engine.stats.prompt_tokens - before == len(LONG_PROMPT) + 4
     engine.run()
     engine.drop_prefix(text[:5])
-    wanted = apart(engine._options.models.target, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
-    assert (long.tokens, short.tokens) == wanted.tokens
+    expected = apart(engine._options.models.target, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
+    assert (long.tokens, short.tokens) == expected.tokens
 
 
 def test_a_long_prompt_gets_every_other_turn(small_pieces):

@@ -50,7 +50,7 @@ def test_a_request_gets_what_it_gets_alone_with_any_settings(name, sharp, other)
 
 @pytest.mark.parametrize("name", ["ngram", "streaming", "vegas", "chain"])
 def test_a_thousand_requests_of_up_to_8192_tokens_get_what_they_get_alone(name):
-    """Bursts, stop tokens, cancellations; nothing compiles, and no array is left behind.
+    """Bursts, stop tokens, cancellations; nothing compiles, and no array is left after.
 
     What each gives alone is what `generate` gives it among those of like length; ten of them,
     long ones too, are decoded all by themselves as well.
@@ -58,14 +58,14 @@ def test_a_thousand_requests_of_up_to_8192_tokens_get_what_they_get_alone(name):
     config = dataclasses.replace(TINY, max_context=LONG)
     model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
     requests = long_work(1000, seed=3)
-    wanted = in_groups(model, name, requests)
+    expected = in_groups(model, name, requests)
     for row in range(7, 1000, 101):
-        assert apart(model, name, requests[row : row + 1]).tokens[0] == wanted.tokens[row]
+        assert apart(model, name, requests[row : row + 1]).tokens[0] == expected.tokens[row]
     engine = engine_of(model, name, slots=8, capacity=LONG, prefill_chunk=256)
     engine.warm_up()
     compiled, arrays = len(COMPILED), []
     for some in (slice(100), slice(100, None)):
-        part = Wanted(wanted.tokens[some], wanted.finished[some])
+        part = Wanted(expected.tokens[some], expected.finished[some])
         check_arrivals(engine, requests[some], part, seed=4, cancelling=0.05)
         engine.step()  # reads what ran ahead for nobody
         gc.collect()
@@ -80,9 +80,9 @@ def in_groups(model, name: str, requests: list[PromptAndParams]) -> Wanted:
     tokens, finished = {}, {}
     for size in sorted(set(sizes)):
         rows = [row for row, own in enumerate(sizes) if own == size]
-        found = apart(model, name, [requests[row] for row in rows])
-        tokens |= dict(zip(rows, found.tokens, strict=True))
-        finished |= dict(zip(rows, found.finished, strict=True))
+        result = apart(model, name, [requests[row] for row in rows])
+        tokens |= dict(zip(rows, result.tokens, strict=True))
+        finished |= dict(zip(rows, result.finished, strict=True))
     order = range(len(requests))
     return Wanted(tuple(tokens[row] for row in order), tuple(finished[row] for row in order))
 
@@ -112,11 +112,11 @@ def test_a_gamma_that_is_chosen_changes_no_greedy_token(name, sharp, other, monk
     """Nor does it compile anything: a second model rests and is caught up, row by row."""
     monkeypatch.setitem(SETTINGS, "auto", SETTINGS[name] | {"gamma": "auto"})
     greedy = [(text, dataclasses.replace(own, **GREEDY)) for text, own in work(120)]
-    wanted = apart(sharp, name, greedy, other)
+    expected = apart(sharp, name, greedy, other)
     engine = engine_of(sharp, "auto", other, steps_per_chunk=1)
     engine.warm_up()
     compiled = len(COMPILED)
-    check_arrivals(engine, greedy, wanted)
+    check_arrivals(engine, greedy, expected)
     assert len(engine.stats.steps_at_gamma) > 2
     assert len(COMPILED) == compiled
 
@@ -124,16 +124,16 @@ def test_a_gamma_that_is_chosen_changes_no_greedy_token(name, sharp, other, monk
 @pytest.mark.parametrize("name", ON_A_MESH)
 def test_a_model_on_a_mesh_serves_as_one_device_does(name, sharp):
     requests = work(20)
-    wanted = apart(sharp, name, requests)
+    expected = apart(sharp, name, requests)
     sharded = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))
     engine = engine_of(sharded, name)
     engine.warm_up()
     compiled = len(COMPILED)
-    check_arrivals(engine, requests, wanted)
+    check_arrivals(engine, requests, expected)
     which = max(range(20), key=lambda row: len(requests[row][0]))
     engine.share_prefix(requests[which][0][:-1])
     shared = engine.submit(*requests[which])
-    assert shared.result() == wanted.tokens[which]
+    assert shared.result() == expected.tokens[which]
     assert len(COMPILED) == compiled
 
 
@@ -142,8 +142,8 @@ def test_an_engine_on_a_mesh_takes_turns_with_rings():
     layers = [dataclasses.replace(TINY.layers[0], window=window) for window in (5, None)]
     model = make_decoder(dataclasses.replace(TINY, layers=tuple(layers)), seed=3)
     requests = work(20)
-    wanted = apart(model, "ngram", requests)
+    expected = apart(model, "ngram", requests)
     sharded = helix.shard(model, helix.HelixConfig(kvp=4, block=2))
     engine = engine_of(sharded, "ngram")
     assert engine._runner.state.cache.layouts[0] == StripedLayout(16, 4, 2, wraps=True)
-    check_arrivals(engine, requests, wanted)
+    check_arrivals(engine, requests, expected)

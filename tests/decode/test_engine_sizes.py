@@ -38,7 +38,7 @@ def test_room_for_stop_tokens_begins_with_the_models_own(tiny):
 
 
 def held(engine: Engine, count: int) -> tuple[int, int]:
-    """Arrays and bytes of Python that live behind ``count`` requests."""
+    """Arrays and bytes of Python that live after ``count`` requests."""
     for row in range(count):
         request = engine.submit([1 + row % 7, 2, 3], SamplingParams(max_new_tokens=2, seed=row))
         if row % 10 == 9:
@@ -60,7 +60,8 @@ def test_an_engine_holds_one_row_more_than_it_has_slots(slots, sharp):
     def rows() -> float:
         gc.collect()
         new = [x for x in jax.live_arrays() if id(x) not in before and x.ndim == 4]
-        return sum(x.nbytes for x in new) / (2 * 2 * 256 * 2 * 16 * 4)  # keys and values, layers
+        layers = len(sharp.config.layers)
+        return sum(x.nbytes for x in new) / (2 * layers * 256 * 2 * 16 * 4)  # keys and values
 
     engine, behind = Engine(sharp, slots=slots, capacity=200, draft=None), min(slots, 2)
     assert rows() == slots + 1
@@ -82,10 +83,10 @@ def test_memory_is_flat(engine, count):
         held(engine, 30)
         # Caches of JAX and NumPy hold what the first hundreds of requests put there.
         arrays, used = held(engine, count // 5)
-        found, after = held(engine, count)
+        result, after = held(engine, count)
     finally:
         tracemalloc.stop()
-    assert found == arrays
+    assert result == arrays
     assert after - used < 50_000  # a request has more than 500 bytes
     assert engine.stats.rows == before.rows + (30 + count // 5 + count) * 9 // 10
 

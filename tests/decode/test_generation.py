@@ -59,7 +59,7 @@ def test_a_caller_may_end_a_row(sharp, texts):
 
 
 def test_a_caller_may_end_a_row_within_what_it_was_given(sharp, texts):
-    """What is behind the end is in no count and no text, also where that is nothing at all."""
+    """What is after the end is in no count and no text, also where that is nothing at all."""
     keeps = {0: 0, 1: 1, 2: np.int64(3)}
     got = generate(
         sharp,

@@ -26,11 +26,11 @@ def rows() -> DecodeState:
     """Two rows that the host knows, with every dtype of a state."""
     tokens, lengths = padded(prompts((6, 3)), 256)
     cache: Any = None
-    found = state_of(tokens, lengths, PARAMS, ENDS, ROOM, cache, None, mode="greedy", exact=False)
-    found = dataclasses.replace(found, done=np.array([True, False]))
+    result = state_of(tokens, lengths, PARAMS, ENDS, ROOM, cache, None, mode="greedy", exact=False)
+    result = dataclasses.replace(result, done=np.array([True, False]))
     temperature = np.array([np.nan, -0.0], np.float32)
-    sampling = dataclasses.replace(found.sampling, temperature=temperature)
-    return dataclasses.replace(found, sampling=sampling)
+    sampling = dataclasses.replace(result.sampling, temperature=temperature)
+    return dataclasses.replace(result, sampling=sampling)
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def batch(tiny) -> DecodeState:
     params = [
         SamplingParams(max_new_tokens=9, seed=row, stop_tokens=(1, 2, 4, 5)) for row in range(4)
     ]
-    found = start_decoding(tiny, prompts((4, 5, 6, 7)), params, StepConfig(2), capacity=256)
-    return dataclasses.replace(found, mode="greedy")
+    result = start_decoding(tiny, prompts((4, 5, 6, 7)), params, StepConfig(2), capacity=256)
+    return dataclasses.replace(result, mode="greedy")
 
 
 def of(batch: DecodeState, rows: DecodeState) -> DecodeState:
@@ -59,15 +59,15 @@ def test_rows_arrive_bit_by_bit(batch, rows):
     assert len(jax.tree.leaves(packed)) == len(jax.tree.leaves(batch.cache.columns)) + 1
     got, slots = jax.jit(lambda packed, batch: packed.unpacked(batch))(packed, batch)
     assert slots.tolist() == [3, 1]
-    for want, found in zip(jax.tree.leaves(of(batch, rows)), jax.tree.leaves(got), strict=True):
-        assert (want.shape, want.dtype, bits(want)) == (found.shape, found.dtype, bits(found))
+    for want, result in zip(jax.tree.leaves(of(batch, rows)), jax.tree.leaves(got), strict=True):
+        assert (want.shape, want.dtype, bits(want)) == (result.shape, result.dtype, bits(result))
 
 
 @pytest.mark.parametrize("slots", [[3, 1], [2, 4], [4, 4]])
 def test_rows_are_in_their_slots_and_those_past_the_end_nowhere(batch, rows, slots):
     new = of(batch, rows)
-    wanted = [np.array(x) for x in jax.tree.leaves(batch)]
-    for whole, own in zip(wanted, jax.tree.leaves(new), strict=True):
+    expected = [np.array(x) for x in jax.tree.leaves(batch)]
+    for whole, own in zip(expected, jax.tree.leaves(new), strict=True):
         for slot, row in zip(slots, own, strict=True):
             if slot < 4:
                 whole[(slot, *map(slice, row.shape))] = row
@@ -82,5 +82,5 @@ def test_rows_are_in_their_slots_and_those_past_the_end_nowhere(batch, rows, slo
         return insert_rows(batch, rows, slots, write)
 
     got = jax.tree.leaves(insert(batch, PackedRows.of(new, slots)))
-    for want, found in zip(wanted, got, strict=True):
-        assert (want.dtype, bits(want)) == (found.dtype, bits(found))
+    for want, result in zip(expected, got, strict=True):
+        assert (want.dtype, bits(want)) == (result.dtype, bits(result))

@@ -83,13 +83,13 @@ def cache_sized_copies(model, config, batch: int, capacity: int) -> tuple[list[s
     compiled = step_module.speculative_step.lower(Models(model), state, config).compile()
     (module,) = compiled.runtime_executable().hlo_modules()
     size = state.cache.keys(0).size
-    found = [
+    result = [
         line.strip()
         for line in module.to_string().splitlines()
         for shape in re.findall(r"= f32\[([\d,]+)\]\S* copy\(", line)
         if np.prod([int(n) for n in shape.split(",")]) >= size
     ]
-    return found, compiled.memory_analysis().temp_size_in_bytes / state.cache.nbytes
+    return result, compiled.memory_analysis().temp_size_in_bytes / state.cache.nbytes
 
 
 def test_a_drafter_that_writes_into_the_cache_costs_no_copy_of_it(tiny):

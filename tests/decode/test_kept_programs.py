@@ -179,12 +179,12 @@ def test_threads_that_need_one_program_compile_it_once(fails):
         wait_for(slow)
         time.sleep(0.05)  # the others come to wait
         slow.go.set()
-        found = [future.result(timeout=20) for future in futures]
-    values = sorted(str(value) for value, *_ in found)
+        result = [future.result(timeout=20) for future in futures]
+    values = sorted(str(value) for value, *_ in result)
     assert values == ["[0, 3]"] * (4 - fails) + ["no memory"] * fails
     assert slow.begun == 1 + fails
-    assert sum(count for _, count, _ in found) == 1
-    assert all(seconds > 0 for *_, seconds in found)
+    assert sum(count for _, count, _ in result) == 1
+    assert all(seconds > 0 for *_, seconds in result)
 
 
 def test_a_thread_that_compiles_takes_no_time_off_another():
@@ -214,12 +214,12 @@ def test_what_compiling_took_is_in_no_other_time(tiny, monkeypatch):
         late[0] += 1000 * begins
         heard.append(begins)
 
-    for begun, wanted in ((2, [True, False] * 2), (0, [])):
+    for begun, expected in ((2, [True, False] * 2), (0, [])):
         heard: list[bool] = []
         params = SamplingParams(max_new_tokens=6)
         settings = {"draft": STREAMING, "on_compile": on_compile}
         stats = generate(tiny, [[1, 2, 3, 4, 5]], params, **settings).stats
-        assert heard == wanted
+        assert heard == expected
         assert stats.compilations == begun
         assert 1000 * begun <= stats.compile_s < 1000 * begun + 500
         assert 0 < stats.prefill_s < 500

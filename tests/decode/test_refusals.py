@@ -238,7 +238,7 @@ def any_list(rng: random.Random):
 )
 def test_any_request_is_served_or_refused_in_one_line(count):
     """What is served are ids of the vocabulary, with settings for each."""
-    rng, taken = random.Random(count), 0
+    rng, chosen = random.Random(count), 0
     models = jspec.Models(Handmade(Shape()))
     for _ in range(count):
         prompts = [any_list(rng) for _ in range(rng.randrange(3))]
@@ -255,12 +255,12 @@ def test_any_request_is_served_or_refused_in_one_line(count):
             message = str(error)
             assert_one_line(message)
             continue
-        taken += 1
+        chosen += 1
         assert len(rows) == len(ids) > 0
         for row in ids:
             assert row.dtype.kind in "iu"
             assert 0 <= row.min() <= row.max() < 41
-    assert 0.1 < taken / count < 0.6
+    assert 0.1 < chosen / count < 0.6
 
 
 def assert_one_line(message: str) -> None:

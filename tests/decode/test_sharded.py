@@ -81,13 +81,13 @@ def test_a_model_that_was_loaded_onto_a_mesh_has_the_tokens_of_one_device():
     path, config = GOLDEN / "qwen3", config_of(STREAMING)
     alone = jspec.load_model(path)
     split = jspec.load_model(path, sharding=functools.partial(weight, mesh))
-    texts, found = prompts(LENGTHS, alone.config.vocab_size), []
+    texts, results = prompts(LENGTHS, alone.config.vocab_size), []
     for model, sharding in ((alone, None), (split, functools.partial(of_state, mesh))):
         state = jspec.start_decoding(model, texts, params(MODES[0]), config, sharding=sharding)
         while not bool(state.done.all()):
             state = jspec.speculative_step(model, state, config)
-        found.append([row[row >= 0].tolist() for row in np.asarray(state.tokens)])
-    assert found[0] == found[1]
+        results.append([row[row >= 0].tolist() for row in np.asarray(state.tokens)])
+    assert results[0] == results[1]
     assert {x.data.shape[:3] for x in state.cache.keys(0).addressable_shards} == {(2, 256, 1)}
 
 
@@ -140,8 +140,8 @@ def test_kernels_take_what_varies_beside_what_does_not(backend, kind):
     )
     placed = [jax.device_put(x, NamedSharding(mesh, P("rows"))) for x in (draft, target, lengths)]
     got = jax.jit(run)(*placed, jax.device_put(stops, NamedSharding(mesh, P())))
-    wanted = verify_greedy(draft, target, lengths, jnp.zeros((8, 1), jnp.int32))
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    expected = verify_greedy(draft, target, lengths, jnp.zeros((8, 1), jnp.int32))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(x, y)
 
 

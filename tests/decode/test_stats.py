@@ -13,7 +13,7 @@ from tests.decode.test_draft import lookup
 def counted(prompt, truth, stops, limit, draft_limit, gamma) -> list[tuple[int, int, int]]:
     """(drafted, accepted, committed) of each step of one row, replayed on its greedy text.
 
-    A stop token inside the accepted run ends the row there, and draft tokens behind it count in
+    A stop token inside the accepted run ends the row there, and draft tokens after it count in
     nothing.
     """
     text, steps = list(prompt), []
@@ -115,23 +115,23 @@ def test_a_row_that_ends_within_a_chunk_counts_what_it_keeps():
 
 @pytest.mark.parametrize("chunk", [1, 7])
 def test_an_end_that_the_caller_finds_counts_as_a_stop_token_there(chunk, sharp):
-    """The same texts end at the same tokens: by stop tokens in the step, or behind a chunk by the
+    """The same texts end at the same tokens: by stop tokens in the step, or after a chunk by the
     caller, who sees tokens that come after. No count tells the two apart."""
     texts, own = prompts(), SamplingParams(max_new_tokens=40)
     truth = generate(sharp, texts, own, draft=None).tokens
     stops = [tokens[3 * row] for row, tokens in enumerate(truth)]
     params = [SamplingParams(max_new_tokens=40, stop_tokens=(stop,)) for stop in stops]
     settings = {"draft": NGRAM, "gamma": 6}
-    wanted = generate(sharp, texts, params, **settings)
+    expected = generate(sharp, texts, params, **settings)
 
     def on_tokens(row, tokens):
         return tokens.index(stops[row]) + 1 if stops[row] in tokens else None
 
     got = generate(sharp, texts, own, **settings, steps_per_chunk=chunk, on_tokens=on_tokens)
-    assert got.tokens == wanted.tokens
-    assert got.finished == wanted.finished == ("stop",) * 8
+    assert got.tokens == expected.tokens
+    assert got.finished == expected.finished == ("stop",) * 8
     counts = "steps drafted accepted committed acceptance_by_position".split()
-    assert [getattr(got.stats, n) for n in counts] == [getattr(wanted.stats, n) for n in counts]
+    assert [getattr(got.stats, n) for n in counts] == [getattr(expected.stats, n) for n in counts]
     assert got.stats.drafted > got.stats.accepted > 0
 
 

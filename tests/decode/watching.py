@@ -26,7 +26,7 @@ class Watched:
 
     @property
     def at_work(self) -> list[int]:
-        """Chunks that were started and not finished, behind each call."""
+        """Chunks that were started and not finished, after each call."""
         return list(itertools.accumulate({"start": 1, "finish": -1}[call] for call in self.calls))
 
 
@@ -35,19 +35,19 @@ def watched(monkeypatch: pytest.MonkeyPatch, short: float, turn: float | None = 
 
     ``turn``: seconds that idle rows may cost, None for as many.
     """
-    seen = Watched()
+    observed = Watched()
 
     def started(self, state, left):
-        seen.calls.append("start")
+        observed.calls.append("start")
         return START(self, state, left)
 
     def finished(self, chunk):
-        seen.calls.append("finish")
-        seen.records.append(FINISH(self, chunk))
-        return seen.records[-1]
+        observed.calls.append("finish")
+        observed.records.append(FINISH(self, chunk))
+        return observed.records[-1]
 
     monkeypatch.setattr(chunks, "SHORT", short)
     monkeypatch.setattr(chunks, "HOST_SECONDS", short if turn is None else turn)
     monkeypatch.setattr(Chunks, "start", started)
     monkeypatch.setattr(Chunks, "finish", finished)
-    return seen
+    return observed

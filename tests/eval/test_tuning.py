@@ -23,16 +23,16 @@ def measure(ratio: float, gamma: int) -> Trial:
 
 
 def test_the_three_steps():
-    found = tune(measure, RATIOS, GAMMAS)
-    assert [own.ratio for own in found.acceptance] == sorted(RATIOS)
-    assert {own.gamma for own in found.acceptance} == {12}
-    assert found.settled == 0.05
-    assert [own.gamma for own in found.gammas] == [2, 6, 12]
+    result = tune(measure, RATIOS, GAMMAS)
+    assert [own.ratio for own in result.acceptance] == sorted(RATIOS)
+    assert {own.gamma for own in result.acceptance} == {12}
+    assert result.settled == 0.05
+    assert [own.gamma for own in result.gammas] == [2, 6, 12]
     fastest = max((measure(0.05, gamma) for gamma in GAMMAS), key=lambda own: own.tokens_per_s)
-    assert found.best.gamma == fastest.gamma == 6
-    assert {own.gamma for own in found.ratios} == {6}
+    assert result.best.gamma == fastest.gamma == 6
+    assert {own.gamma for own in result.ratios} == {6}
     every = [measure(ratio, 6).tokens_per_s for ratio in RATIOS]
-    assert found.best.tokens_per_s == max(every)
+    assert result.best.tokens_per_s == max(every)
 
 
 def test_no_setting_is_measured_twice():
@@ -52,8 +52,8 @@ def test_the_settled_ratio_may_be_left_for_a_faster_one():
     def measure(ratio: float, gamma: int) -> Trial:
         return Trial(ratio, gamma, 2 + ratio, 100 - 100 * ratio)
 
-    found = tune(measure, (0.1, 0.5, 0.9), (3,))
-    assert (found.settled, found.best.ratio) == (0.9, 0.1)
+    result = tune(measure, (0.1, 0.5, 0.9), (3,))
+    assert (result.settled, result.best.ratio) == (0.9, 0.1)
 
 
 def test_a_ratio_becomes_a_setting():

@@ -43,8 +43,8 @@ def alone(name: str = "deepseek_v3") -> tuple[tuple[int, ...], ...]:
 def test_tokens_are_those_of_one_device(kvp, ep, draft):
     model = helix.load_model(GOLDEN / "deepseek_v3", CONFIG(kvp=kvp, ep=ep))
     gate_up = model.model.layers[1].mlp.experts.gate_up.kernel.get_value()
-    held = {shard.data.shape for shard in gate_up.addressable_shards}
-    assert held == {(8 // ep, 32, 2, 12 // (kvp // ep))}
+    stored = {shard.data.shape for shard in gate_up.addressable_shards}
+    assert stored == {(8 // ep, 32, 2, 12 // (kvp // ep))}
     assert generated(model, draft) == alone()
 
 

@@ -37,8 +37,8 @@ def test_the_fingerprint_of_a_gguf_file_is_of_its_tokenizer_too(tmp_path):
     model, tokenizer = tmp_path / "model.gguf", tmp_path / "tokenizer.json"
     model.write_bytes(b"weights")
     tokenizer.write_text("{}")
-    found = fingerprint(model)
+    result = fingerprint(model)
     (tmp_path / "other.gguf").write_bytes(b"other weights")
-    assert fingerprint(model) == found
+    assert fingerprint(model) == result
     tokenizer.write_text("[]")
-    assert fingerprint(model) != found
+    assert fingerprint(model) != result

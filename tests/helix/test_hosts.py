@@ -61,10 +61,10 @@ def test_two_processes_decode_as_one_device_does():
     whole = jspec.load_model(GOLDEN / "deepseek_v3")
     mixture: Any = whole.layers[1].mlp
     kernel = np.asarray(mixture.experts.down.kernel.get_value())
-    for index, found in enumerate((first, second)):
-        experts = {int(name.split(".experts.")[1].split(".")[0]) for name in found.pop("read")}
+    for index, result in enumerate((first, second)):
+        experts = {int(name.split(".experts.")[1].split(".")[0]) for name in result.pop("read")}
         assert experts == set(range(4 * index, 4 * index + 4))
-        np.testing.assert_array_equal(found.pop("experts"), kernel[4 * index : 4 * index + 4])
+        np.testing.assert_array_equal(result.pop("experts"), kernel[4 * index : 4 * index + 4])
     assert first == second
     assert first["devices"] == [2, 1]
     assert first["held"] == [[40 // 2, 32]]
@@ -148,9 +148,9 @@ def test_a_measured_gamma_is_that_of_process_0(monkeypatch, tiny):
 
     monkeypatch.setattr(chunks, "is_shared", lambda model: True)
     monkeypatch.setattr(chunks, "agreed", of_first)
-    found = jspec.generate(tiny, [[1, 2, 3]], SEEDED, draft=STREAMING, gamma="auto")
+    result = jspec.generate(tiny, [[1, 2, 3]], SEEDED, draft=STREAMING, gamma="auto")
     assert asked
-    assert [gamma for gamma, _ in found.stats.steps_at_gamma] == [2]
+    assert [gamma for gamma, _ in result.stats.steps_at_gamma] == [2]
 
 
 @pytest.fixture(scope="module")

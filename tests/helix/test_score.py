@@ -61,8 +61,8 @@ def test_log_probabilities_are_those_of_one_device(make, axes, monkeypatch):
     texts = prompts(LENGTHS, vocabulary=size)
     right = jspec.score_tokens(model, texts)
     programs = watched(monkeypatch)
-    found = jspec.score_tokens(sharded, texts)
-    for ours, theirs in zip(found, right, strict=True):
+    result = jspec.score_tokens(sharded, texts)
+    for ours, theirs in zip(result, right, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
     assert len(programs) == 2
     share = size // sharded.helix.devices
@@ -78,8 +78,8 @@ def test_log_probabilities_are_those_of_one_device(make, axes, monkeypatch):
 def test_a_vocabulary_that_does_not_divide_is_whole(tiny):
     """41 tokens on two devices."""
     texts = prompts((20, 5))
-    found = jspec.score_tokens(helix.shard(tiny, helix.HelixConfig(kvp=2, block=4)), texts)
-    for ours, theirs in zip(found, jspec.score_tokens(tiny, texts), strict=True):
+    result = jspec.score_tokens(helix.shard(tiny, helix.HelixConfig(kvp=2, block=4)), texts)
+    for ours, theirs in zip(result, jspec.score_tokens(tiny, texts), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 

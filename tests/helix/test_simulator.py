@@ -88,8 +88,8 @@ def test_overlap_is_two_queues(one_row, message, fixed):
         link = 0.0
         for chunk in range(1, chunks + 1):
             link = max(link, chunk * one_row) + message + fixed
-        found = pipelined(one_row * chunks, message * chunks, chunks, fixed)
-        assert found == pytest.approx(link)
+        result = pipelined(one_row * chunks, message * chunks, chunks, fixed)
+        assert result == pytest.approx(link)
 
 
 @pytest.mark.parametrize(
@@ -106,26 +106,26 @@ def test_weights_are_the_models(name, billions):
 def test_shards_hold_the_model_once(name):
     """What all GPUs of a layout hold together, without a cache, is at least the model."""
     shape = load_shape(name)
-    found = configurations(shape, 64, [64])
-    held = step_times(shape, GB200, found, 1e-9).memory_gb * found.gpus
+    result = configurations(shape, 64, [64])
+    stored = step_times(shape, GB200, result, 1e-9).memory_gb * result.gpus
     whole = step_times(shape, GB200, one(), 1e-9).memory_gb
-    assert (held > whole * 0.999).all()
+    assert (stored > whole * 0.999).all()
     # Helix copies q, k and v over KVP alone, no expert and none of the dense layers.
-    once = held[found.of("helix") & (found.kvp == 1) & (found.pp == 1)]
+    once = stored[result.of("helix") & (result.kvp == 1) & (result.pp == 1)]
     np.testing.assert_allclose(once, whole[0], rtol=0.03)
 
 
 def test_a_cache_is_not_copied_by_helix_and_is_by_tp():
     shape = load_shape("llama-405b")
-    found = configurations(shape, 64, [8])
-    empty, full = (step_times(shape, GB200, found, s).memory_gb for s in (1e-9, 1e6))
-    cache = (full - empty) * found.gpus
-    rows = 8 * found.pp
-    stages = np.ceil(126 / found.pp) * found.pp  # a last stage with fewer layers is counted full
+    result = configurations(shape, 64, [8])
+    empty, full = (step_times(shape, GB200, result, s).memory_gb for s in (1e-9, 1e6))
+    cache = (full - empty) * result.gpus
+    rows = 8 * result.pp
+    stages = np.ceil(126 / result.pp) * result.pp  # a last stage with fewer layers is counted full
     least = rows * 2 * 8 * 128 * 1e6 * stages * 0.5 / 1e9
-    np.testing.assert_allclose(cache[found.of("helix")], least[found.of("helix")])
-    copies = np.maximum(found.tpa / 8, 1)
-    np.testing.assert_allclose(cache[found.of("tp")], (least * copies)[found.of("tp")])
+    np.testing.assert_allclose(cache[result.of("helix")], least[result.of("helix")])
+    copies = np.maximum(result.tpa / 8, 1)
+    np.testing.assert_allclose(cache[result.of("tp")], (least * copies)[result.of("tp")])
 
 
 def test_headlines_of_the_paper():
@@ -160,20 +160,20 @@ def test_the_rows_that_are_served_are_those_of_whole_copies_of_a_layout(latency,
 
 
 def test_a_frontier_is_what_nothing_beats():
-    found = simulate(load_shape("llama-405b"), GB200, gpus=16, context=2e5)
-    frontier = found.frontier(*STRATEGIES)
-    fits = np.flatnonzero(found.fits)
-    users, gpus = found.users[fits], found.gpus[fits]
+    result = simulate(load_shape("llama-405b"), GB200, gpus=16, context=2e5)
+    frontier = result.frontier(*STRATEGIES)
+    fits = np.flatnonzero(result.fits)
+    users, gpus = result.users[fits], result.gpus[fits]
     best = [
         i
         for i, u, g in zip(fits, users, gpus, strict=True)
         if not ((users >= u) & (gpus >= g) & ((users > u) | (gpus > g))).any()
     ]
-    points = set(zip(found.users[best], found.gpus[best], strict=True))
+    points = set(zip(result.users[best], result.gpus[best], strict=True))
     assert set(zip(frontier.users, frontier.gpus, strict=True)) == points
     for rate in (1.0, frontier.users[0], frontier.users[-1], frontier.users[0] * 1.01):
-        wanted = max(gpus[users >= rate], default=0)
-        assert frontier.throughput(rate) == wanted
+        expected = max(gpus[users >= rate], default=0)
+        assert frontier.throughput(rate) == expected
     for rate in (0.1, frontier.gpus[0], frontier.gpus[-1], frontier.gpus[-1] * 1.01):
         assert frontier.interactivity(rate) == max(users[gpus >= rate], default=0)
 
@@ -189,19 +189,19 @@ def test_a_hundred_thousand_layouts_in_seconds():
 def test_layouts_use_each_gpu_and_split_rows_evenly():
     for name in ("llama-405b", "deepseek-r1"):
         shape = load_shape(name)
-        found = configurations(shape, 64)
-        whole = ~found.of("medha")
-        assert (found.stage == found.tpf * found.ep)[whole].all()
-        assert (found.tpa[found.of("helix")] <= shape.kv_heads).all()
-        assert (found.batch % found.dp == 0).all()
-        assert (found.gpus <= 64).all()
-        assert (found.ep <= max(shape.experts, 1)).all()
+        result = configurations(shape, 64)
+        whole = ~result.of("medha")
+        assert (result.stage == result.tpf * result.ep)[whole].all()
+        assert (result.tpa[result.of("helix")] <= shape.kv_heads).all()
+        assert (result.batch % result.dp == 0).all()
+        assert (result.gpus <= 64).all()
+        assert (result.ep <= max(shape.experts, 1)).all()
 
 
 def test_config_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    found = load_shape(str(tmp_path))
-    assert found == type(found)(**vars(load_shape("deepseek-r1")) | {"name": tmp_path.name})
+    result = load_shape(str(tmp_path))
+    assert result == type(result)(**vars(load_shape("deepseek-r1")) | {"name": tmp_path.name})
     with pytest.raises(ValueError, match="lacks hidden"):
         shape_of_config("x", {k: v for k, v in CONFIG.items() if k != "hidden_size"})
     with pytest.raises(ValueError, match=r"whole numbers.*61"):

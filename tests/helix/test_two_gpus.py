@@ -46,8 +46,8 @@ def test_the_merge_has_the_bits_of_one(dtype, by):
         in_specs=P("kvp"),
         out_specs=P(None, None, mesh.axes),
     )
-    found, alone = jax.jit(run)(outs, lses), jax.jit(merge_attention)(outs, lses)
-    for x, y in zip(found, alone, strict=True):
+    result, alone = jax.jit(run)(outs, lses), jax.jit(merge_attention)(outs, lses)
+    for x, y in zip(result, alone, strict=True):
         np.testing.assert_array_equal(x, y)
 
 

@@ -49,12 +49,12 @@ def write_model(
         _add(writer, key if key.startswith("tokenizer") else f"{architecture}.{key}", value)
     for stored, value in _converted(config, tensors).items():
         module, _, suffix = stored.rpartition(".")
-        found = names.get_name(stored) or f"{names.get_name(module)}.{suffix}"
-        if not found.endswith((".weight", ".bias")):
-            found = f"{found}.weight"
+        result = names.get_name(stored) or f"{names.get_name(module)}.{suffix}"
+        if not result.endswith((".weight", ".bias")):
+            result = f"{result}.weight"
         quantised = value.ndim > 1 and value.shape[-1] % 32 == 0
         chosen = gguf.GGMLQuantizationType[kind if quantised else "F32"]
-        writer.add_tensor(found, gguf.quantize(value, chosen), raw_dtype=chosen)
+        writer.add_tensor(result, gguf.quantize(value, chosen), raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,7 +119,7 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _converted(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    family, found, experts = config["model_type"], {}, {}
+    family, result, experts = config["model_type"], {}, {}
     for name, value in tensors.items():
         if match := _EXPERT.fullmatch(name):
             before, expert, rest = match.groups()
@@ -127,23 +127,23 @@ def _converted(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
         elif family == "llama" and re.search(r"[qk]_proj\.(weight|bias)$", name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
-            found[name] = halves.swapaxes(1, 2).reshape(value.shape)
+            result[name] = halves.swapaxes(1, 2).reshape(value.shape)
         elif family.startswith("gemma") and name.endswith("norm.weight"):
-            found[name] = value + 1
+            result[name] = value + 1
         elif family == "gpt_oss" and ".experts.gate_up_proj" in name:
             bias = name.endswith("_bias")
             for part, own in (("gate", value[..., ::2]), ("up", value[..., 1::2])):
                 called = re.sub(r"gate_up_proj(_bias)?", f"{part}_proj", name)
-                found[f"{called}.{'bias' if bias else 'weight'}"] = own if bias else own.mT
+                result[f"{called}.{'bias' if bias else 'weight'}"] = own if bias else own.mT
         elif family == "gpt_oss" and ".experts.down_proj" in name:
             bias = name.endswith("_bias")
             called = name.removesuffix("_bias") + (".bias" if bias else ".weight")
-            found[called] = value if bias else value.mT
+            result[called] = value if bias else value.mT
         else:
-            found[name] = value
+            result[name] = value
     for name, parts in experts.items():
-        found[name] = np.stack([parts[expert] for expert in sorted(parts)])
-    return {name: np.ascontiguousarray(value) for name, value in found.items()}
+        result[name] = np.stack([parts[expert] for expert in sorted(parts)])
+    return {name: np.ascontiguousarray(value) for name, value in result.items()}
 
 
 def write_vocabulary(path: Path, **fields: Any) -> Path:

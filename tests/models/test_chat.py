@@ -85,20 +85,20 @@ def test_a_template_is_found_where_tokenizers_keep_it(tmp_path):
     assert load_chat_template(tmp_path) is None
 
     settings.write_text(json.dumps({"bos_token": {"content": "<s>"}, "chat_template": PLAIN}))
-    found = load_chat_template(tmp_path)
-    assert found is not None
-    assert found.render(TALK[1:2]) == "<s><|user|>Is 1 < 2?<|assistant|>"
+    result = load_chat_template(tmp_path)
+    assert result is not None
+    assert result.render(TALK[1:2]) == "<s><|user|>Is 1 < 2?<|assistant|>"
 
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     settings.write_text(json.dumps({"chat_template": named, "bos_token": "<b>"}))
-    found = load_chat_template(tmp_path)
-    assert found is not None
-    assert found.render(TALK) == "yes"
+    result = load_chat_template(tmp_path)
+    assert result is not None
+    assert result.render(TALK) == "yes"
 
     file.write_text("{{ bos_token }}ü", encoding="utf-8")  # the file comes before the field
-    found = load_chat_template(tmp_path)
-    assert found is not None
-    assert found.render(TALK) == "<b>ü"
+    result = load_chat_template(tmp_path)
+    assert result is not None
+    assert result.render(TALK) == "<b>ü"
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def causal(layer, q, k, v, cache, *, sinks=None, up=None):
     kv_heads = k.shape[2]
     grouped = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k) * q.shape[3] ** -0.5
-    seen = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))[None, None, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    observed = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))[None, None, None]
+    weights = jax.nn.softmax(jnp.where(observed, scores, -jnp.inf), axis=-1)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(*q.shape[:3], -1)
     return out, [*cache, (q, k, v)]
 

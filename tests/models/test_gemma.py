@@ -216,10 +216,10 @@ def test_centered_norms_are_computed_in_float32():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.bfloat16)
     scale = jnp.full(8, 2.0**-9, jnp.bfloat16)
     wide = np.asarray(x, np.float32)
-    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * (1 + 2.0**-9)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * (1 + 2.0**-9)
     got = RMS(scale, 1e-6, centered=True)(x)
     assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(got, jnp.asarray(wanted, jnp.bfloat16))
+    np.testing.assert_array_equal(got, jnp.asarray(expected, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -25,9 +25,9 @@ def loaded(path, name, kind="F32", **fields):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_are_those_of_the_checkpoint(tmp_path, name):
-    ours, wanted = (parameters(model) for model in (loaded(tmp_path, name), golden(name)))
-    assert ours.keys() == wanted.keys()
-    for parameter, value in wanted.items():
+    ours, expected = (parameters(model) for model in (loaded(tmp_path, name), golden(name)))
+    assert ours.keys() == expected.keys()
+    for parameter, value in expected.items():
         # To add 1 and take it away again rounds what scales in Gemma.
         error = 3e-7 if name.startswith("gemma") and parameter.endswith(".scale") else 0
         np.testing.assert_allclose(ours[parameter], value, atol=error, rtol=0, err_msg=parameter)
@@ -48,11 +48,11 @@ def rounded(settings):
 
 @pytest.mark.parametrize("name", ["llama_linear", "qwen2_yarn", "qwen3", "qwen3_moe", "gpt_oss"])
 def test_settings_are_those_of_the_checkpoint(tmp_path, name):
-    wanted = dataclasses.asdict(golden(name).config)
+    expected = dataclasses.asdict(golden(name).config)
     if name == "gpt_oss":
         # A file does not say it; both models have it.
-        wanted["experts"]["clamped"]["limit"] = 7.0
-    assert rounded(dataclasses.asdict(loaded(tmp_path, name).config)) == rounded(wanted)
+        expected["experts"]["clamped"]["limit"] = 7.0
+    assert rounded(dataclasses.asdict(loaded(tmp_path, name).config)) == rounded(expected)
 
 
 def test_settings_of_gemma(tmp_path):

@@ -177,9 +177,9 @@ def test_layers_with_a_window_hold_no_more_than_it_needs(model):
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     cache = start_decoding(model, prompts, params, config, capacity=4096).cache
     assert cache.layouts == (RingLayout(window + gamma + 1), LinearLayout(4096))
-    held = [sum(x.nbytes for x in columns.values()) for columns in cache.columns]
+    stored = [sum(x.nbytes for x in columns.values()) for columns in cache.columns]
     a_token = 2 * 2 * 16 * 4  # keys and values of two heads in float32
-    assert held == [2 * slots * a_token for slots in (window + gamma + 1, 4096)]
+    assert stored == [2 * slots * a_token for slots in (window + gamma + 1, 4096)]
 
 
 PROMPTS = [list(range(3, 60)), [9, 8, 7]]

@@ -33,9 +33,9 @@ def path(written, tmp_path):
 def test_round_trip_is_float16(path):
     first, middle, last = load_hashes(path)
     assert middle is None
-    for got, wanted in ((first, made()[0]), (last, made()[2])):
+    for got, expected in ((first, made()[0]), (last, made()[2])):
         assert got.dtype == np.float32
-        np.testing.assert_array_equal(got, wanted.astype(np.float16).astype(np.float32))
+        np.testing.assert_array_equal(got, expected.astype(np.float16).astype(np.float32))
     with pytest.raises(CheckpointError, match="exists; choose another path"):
         save_hashes(made(), path, {})
 

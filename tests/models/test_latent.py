@@ -43,10 +43,10 @@ def test_settings_of_v2():
     )
     assert config.latent == Latent(24, 8, 12, 16)
     assert config.layers == (LayerSpec(1, 32, 24, values_in_keys=True, scale=20**-0.5),) * 2
-    wanted = Experts(8, 3, 12, 12, (0,), groups=4, chosen_groups=2, factor=1.7)
-    assert config.experts == wanted
+    expected = Experts(8, 3, 12, 12, (0,), groups=4, chosen_groups=2, factor=1.7)
+    assert config.experts == expected
     one_group = model_config({**V2, "n_group": 4, "topk_group": 2})
-    assert one_group.experts == dataclasses.replace(wanted, groups=1, chosen_groups=1)
+    assert one_group.experts == dataclasses.replace(expected, groups=1, chosen_groups=1)
 
 
 def test_settings_of_v3():
@@ -164,9 +164,9 @@ def test_a_mixture_equals_its_experts_one_by_one(settings):
         mixture.router.correction = nnx.Param(jnp.asarray(rng.normal(0, 0.2, 12), jnp.float32))
     x = rng.standard_normal((2, 9, 16))
     normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
-    wanted = x + by_brute_force(normed.reshape(-1, 16), mixture, settings).reshape(x.shape)
+    expected = x + by_brute_force(normed.reshape(-1, 16), mixture, settings).reshape(x.shape)
     got = mixture(jnp.asarray(x, jnp.float32), RMS(jnp.ones(16), 1e-6))
-    np.testing.assert_allclose(got, wanted, atol=2e-5)
+    np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 def test_layers_behind_the_last_are_left_out(tmp_path):
@@ -197,8 +197,8 @@ def test_a_saved_model_comes_back_with_its_corrections_in_float32(tmp_path):
     assert_equal(again, parameters(model))
     (name,) = (name for name in parameters(again) if name.endswith("correction"))
     stored = load_file(GOLDEN / "deepseek_v3" / "model.safetensors")
-    wanted = stored["model.layers.1.mlp.gate.e_score_correction_bias"]
-    np.testing.assert_array_equal(parameters(again)[name], wanted)
+    expected = stored["model.layers.1.mlp.gate.e_score_correction_bias"]
+    np.testing.assert_array_equal(parameters(again)[name], expected)
 
 
 @pytest.mark.parametrize(
@@ -226,11 +226,11 @@ def test_the_cache_holds_one_latent_a_token():
     shapes = {name: value.shape for name, value in parameters(model).items()}
     assert shapes["layers.1.attention.kv_up.kernel"] == (24, 4 * (12 + 16))
     assert shapes["layers.1.mlp.experts.gate_up.kernel"] == (8, 32, 2, 12)
-    seen = []
+    recorded = []
 
     def attend(layer, q, k, v, cache, *, up):
-        seen.append((q.shape, k.shape, v, up.shape))
+        recorded.append((q.shape, k.shape, v, up.shape))
         return jnp.zeros((*q.shape[:3], 16), q.dtype), cache
 
     jax.eval_shape(lambda: model(jnp.zeros((1, 5), int), jnp.zeros((1, 5), int), attend, None)[0])
-    assert seen == [((1, 5, 4, 32), (1, 5, 1, 32), None, (4, 24, 16))] * 2
+    assert recorded == [((1, 5, 4, 32), (1, 5, 1, 32), None, (4, 24, 16))] * 2

@@ -46,8 +46,8 @@ def test_mxfp4_by_its_definition(content, scales):
     blocks = np.frombuffer(content, np.uint8).reshape(2, 16)
     got = packed.dequantized(blocks, np.array(scales, np.uint8))
     nibbles = [nibble for byte in content for nibble in (byte & 15, byte >> 4)]
-    wanted = [e2m1(bits) * 2.0 ** (scales[n // 32] - 127) for n, bits in enumerate(nibbles)]
-    np.testing.assert_array_equal(got, np.array(wanted, np.float32))
+    expected = [e2m1(bits) * 2.0 ** (scales[n // 32] - 127) for n, bits in enumerate(nibbles)]
+    np.testing.assert_array_equal(got, np.array(expected, np.float32))
     assert np.isfinite(got).all()
 
 

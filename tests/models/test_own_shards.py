@@ -30,8 +30,8 @@ class OfOther:
         return self.sharding.shard_shape(shape)
 
     def addressable_devices_indices_map(self, shape):
-        found = self.sharding.devices_indices_map(shape)
-        return {device: index for device, index in found.items() if device.id in self.mine}
+        result = self.sharding.devices_indices_map(shape)
+        return {device: index for device, index in result.items() if device.id in self.mine}
 
 
 def poisoned(shape, dtype=np.float64):
@@ -54,7 +54,7 @@ def poisoned(shape, dtype=np.float64):
 )
 def test_a_process_reads_its_parts(name, settings, mine, share, monkeypatch):
     whole = parameters(checkpoint.load_model(GOLDEN / name))
-    found, read = [], []
+    results, read = [], []
     blocks = StoredTensor.blocks
 
     def small(tensor: StoredTensor, row_mask: Any = None):
@@ -64,7 +64,7 @@ def test_a_process_reads_its_parts(name, settings, mine, share, monkeypatch):
 
     def keep(array, sharding):
         index = list(sharding.addressable_devices_indices_map(array.shape).values())
-        found.append([array[where].copy() for where in index] + [index])
+        results.append([array[where].copy() for where in index] + [index])
         return jax.device_put(array)
 
     sharding = decoder_sharding(HelixConfig(**settings))
@@ -73,8 +73,8 @@ def test_a_process_reads_its_parts(name, settings, mine, share, monkeypatch):
     monkeypatch.setattr(np, "empty", poisoned)
     of_mine: Any = lambda name, shape: OfOther(sharding(name, shape), mine)  # noqa: E731
     checkpoint.load_model(GOLDEN / name, sharding=of_mine)
-    assert len(found) == len(whole)
-    for (*parts, indices), right in zip(found, whole.values(), strict=True):
+    assert len(results) == len(whole)
+    for (*parts, indices), right in zip(results, whole.values(), strict=True):
         for part, index in zip(parts, indices, strict=True):
             np.testing.assert_array_equal(part, right[index])
     stored = (GOLDEN / name / "model.safetensors").stat().st_size
@@ -88,7 +88,7 @@ def test_blocks_without_a_selected_row_are_not_read():
     row_mask = np.zeros(len(whole), bool)
     row_mask[[7, 8, 40]] = True
     row = whole[0].nbytes
-    found = [(rows, block.copy()) for rows, block in tensor.blocks(4 * row, row_mask)]
-    assert [rows for rows, _ in found] == [slice(4, 8), slice(8, 12), slice(40, 44)]
-    for rows, block in found:
+    result = [(rows, block.copy()) for rows, block in tensor.blocks(4 * row, row_mask)]
+    assert [rows for rows, _ in result] == [slice(4, 8), slice(8, 12), slice(40, 44)]
+    for rows, block in result:
         np.testing.assert_array_equal(block, whole[rows])

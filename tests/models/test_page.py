@@ -38,7 +38,7 @@ def test_the_model_is_a_page_of_code():
 def by_brute_force(model, prompt, params: SamplingParams, gamma: int) -> list[int]:
     """A pass over the whole text for each token, drawn from its exact probabilities by the numbers
     of docs/sampling.md. In a draft that is always accepted these are of role DRAFT, 0, and that of
-    the token behind it is of role BONUS, 3."""
+    the token after it is of role BONUS, 3."""
     text, end = list(prompt), len(prompt) + params.max_new_tokens
     while len(text) < end:
         drafted = min(gamma, end - len(text) - 1)

@@ -144,14 +144,14 @@ def test_transformers_dequantises_mxfp4_alike():
     )
     stored = {name: value.detach().numpy() for name, value in theirs.named_parameters()}
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    wanted = stored["model.layers.0.mlp.experts.down_proj"]
+    expected = stored["model.layers.0.mlp.experts.down_proj"]
     for keep in (True, False):
         ours = load_model(path, keep_mxfp4=keep).layers[0].mlp.experts
         kernels = ours.gate_up.kernel.get_value(), ours.down.kernel.get_value()
         gate_up, down = (dequantized(x, np.float32) for x in kernels) if keep else kernels
         np.testing.assert_array_equal(gate_up[:, :, 0], stored[name][..., ::2])
         np.testing.assert_array_equal(gate_up[:, :, 1], stored[name][..., 1::2])
-        np.testing.assert_array_equal(down, wanted)
+        np.testing.assert_array_equal(down, expected)
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -102,8 +102,8 @@ def test_yarn_truncates_to_whole_dimensions(head, theta, factor, context):
         for truncate in (False, True)
     )
     # Whole dimensions start the ramp no later and end it no earlier; both are monotonic.
-    kept, stretched = np.isclose(loose, 1, rtol=1e-5), np.isclose(loose, 1 / factor, rtol=1e-5)
-    assert kept.sum() >= np.isclose(whole, 1, rtol=1e-6).sum()
+    remaining, stretched = np.isclose(loose, 1, rtol=1e-5), np.isclose(loose, 1 / factor, rtol=1e-5)
+    assert remaining.sum() >= np.isclose(whole, 1, rtol=1e-6).sum()
     assert stretched.sum() >= np.isclose(whole, 1 / factor, rtol=1e-6).sum()
     assert (np.diff(whole) <= 1e-6).all()
 

@@ -1,4 +1,4 @@
-"""Directories that earlier versions of jspec wrote are read, and written anew in today's format."""
+"""Directories that earlier versions of jspec wrote are read, and written in the present format."""
 
 import json
 

@@ -35,11 +35,11 @@ def test_text_ends_before_the_first_stop(text, cuts, stops):
     # The stop text that is complete first ends the text; what comes later does not count.
     ends = [text.find(s) + len(s) for s in stops if s in text]
     if not ends:
-        wanted = text
+        expected = text
     else:
         done = text[: min(ends)]
-        wanted = done[: min(done.find(s) for s in stops if s in done)]
-    assert shown == row.text == wanted
+        expected = done[: min(done.find(s) for s in stops if s in done)]
+    assert shown == row.text == expected
     assert row.stopped == bool(ends)
 
 

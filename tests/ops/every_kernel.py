@@ -37,11 +37,11 @@ def attention_case(size: int, tokens: int, window: int | None) -> Case:
 
 
 def cases(operation: Operation) -> list[Case]:
-    found = [case for case in operation.cases() if case.small]
+    result = [case for case in operation.cases() if case.small]
     if operation.name == "attention":
-        found += [attention_case(64, 1, None), attention_case(128, 20, 700)]
-        found += [attention_case(256, 3, None)]
-    return found
+        result += [attention_case(64, 1, None), attention_case(128, 20, 700)]
+        result += [attention_case(256, 3, None)]
+    return result
 
 
 def main() -> None:

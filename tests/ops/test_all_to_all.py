@@ -82,11 +82,11 @@ def test_messages_that_follow_each_other_are_not_mixed_up(by, kvp):
             two = send(given[1][0] - i + (one.min() < -1).astype(jnp.int32))
             return None, (one, two)
 
-        found = lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]
-        return jax.tree.map(lambda x: x[None], found)
+        result = lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]
+        return jax.tree.map(lambda x: x[None], result)
 
-    found = on(helix, body, *first)
-    for given, sign, all_steps in zip(first, (1, -1), found, strict=True):
+    result = on(helix, body, *first)
+    for given, sign, all_steps in zip(first, (1, -1), result, strict=True):
         for i in range(steps):
             np.testing.assert_array_equal(all_steps[:, i], exchanged(given + sign * i, kvp))
 

@@ -36,13 +36,13 @@ LENGTH, GAMMA, SIZE = 4, 3, 3  # tokens of which the law is taken, draft tokens,
 
 @functools.cache
 def tables() -> tuple[np.ndarray, np.ndarray]:
-    """Logits of target and draft behind each token, float32 ``[V, V]``; seed 5."""
+    """Logits of target and draft after each token, float32 ``[V, V]``; seed 5."""
     rng = np.random.default_rng(5)
     return tuple(1.5 * rng.standard_normal((2, SIZE, SIZE)).astype(np.float32))
 
 
 def decoded(count: int, verify) -> np.ndarray:
-    """The first tokens behind token 0 at position 0, ``[count, LENGTH]``, by steps of the block
+    """The first tokens after token 0 at position 0, ``[count, LENGTH]``, by steps of the block
     rule."""
     target, draft = tables()
     rows = sampling_of([SAMPLED] * count)

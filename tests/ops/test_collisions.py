@@ -14,12 +14,12 @@ from tests.ops.backends import every_backend, every_case
 def buckets_of(codes: np.ndarray, tables: int) -> np.ndarray:
     """The buckets in a code as whole numbers, ``[..., tables]``, bit by bit."""
     bits = codes.shape[-1] // -(-tables // 32)
-    found = np.zeros((*codes.shape[:-1], tables), np.int64)
+    result = np.zeros((*codes.shape[:-1], tables), np.int64)
     for table in range(tables):
         for bit in range(bits):
             word = codes[..., table // 32 * bits + bit]
-            found[..., table] += (word >> (table % 32) & 1).astype(np.int64) << bit
-    return found
+            result[..., table] += (word >> (table % 32) & 1).astype(np.int64) << bit
+    return result
 
 
 def collided(q: np.ndarray, k: np.ndarray, tables: int) -> np.ndarray:
@@ -37,7 +37,7 @@ def collided(q: np.ndarray, k: np.ndarray, tables: int) -> np.ndarray:
 @every_backend(COLLISION_SCORES)
 @every_case(COLLISION_SCORES)
 def test_scores_are_shared_buckets(case, backend):
-    """Slots behind a row's length hold the codes of queries."""
+    """Slots after a row's length hold the codes of queries."""
     q, k, lengths = case.build()
     if reason := COLLISION_SCORES.backend(backend).supports(*case.arguments, **case.static):
         pytest.skip(f"{backend}: {reason}")
@@ -84,7 +84,7 @@ def test_buckets_are_the_signs(tables, bits):
     with np.errstate(invalid="ignore"):
         signs = (np.einsum("abh,hp->abp", x, w) > 0).reshape(3, 5, tables, bits)
     np.testing.assert_array_equal(buckets_of(codes, tables), signs @ (1 << np.arange(bits)))
-    # Nothing lies behind the last table.
+    # Nothing lies after the last table.
     used = sum(np.bitwise_count(codes).astype(int).ravel())
     assert used == signs.sum()
 

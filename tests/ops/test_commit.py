@@ -56,8 +56,8 @@ def test_equals_the_definition(case, backend):
     arguments = case.arguments
     draft, logits, lengths, stops, *_ = arguments
     verified, *got = run_or_skip(called, VERIFY_AND_COMMIT, backend, *arguments)
-    wanted = jax.jit(verify_greedy)(draft, chosen(logits), lengths, stops)
-    chex.assert_trees_all_equal(verified, wanted)
+    expected = jax.jit(verify_greedy)(draft, chosen(logits), lengths, stops)
+    chex.assert_trees_all_equal(verified, expected)
     chex.assert_trees_all_equal(tuple(got), by_hand(arguments))
 
 

@@ -53,9 +53,9 @@ def test_the_law_is_softmax_at_the_temperature_that_counts(vocabulary, dtype):
 @pytest.mark.parametrize(("number_bits", "mass_bits"), [(23, 30), (64, 30), (23, 53)])
 def test_the_check_catches_numbers_and_masses_of_0_1_0(number_bits, mass_bits):
     expected = softmax(shapes(128256, "float32")["Gaussian, deviation 3"], 1.0)
-    found = coarse_law(expected, number_bits=number_bits, mass_bits=mass_bits)
+    result = coarse_law(expected, number_bits=number_bits, mass_bits=mass_bits)
     with pytest.raises(AssertionError, match="total variation"):
-        check_law(compare(found, expected))
+        check_law(compare(result, expected))
 
 
 SETTINGS = [

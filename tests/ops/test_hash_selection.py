@@ -21,8 +21,8 @@ def test_equals_a_stable_sort_of_shared_bits(case, backend):
         pytest.skip(f"{backend}: {reason}")
     function = functools.partial(hash_select, **case.static, implementation=backend)
     got = jax.jit(lambda q, c, n, m: function(q, c, counts=n, lengths=m))(*case.arguments)
-    wanted = by_sorting(shared_bits(q, codes), counts, lengths, **case.static)
-    np.testing.assert_array_equal(got, wanted)
+    expected = by_sorting(shared_bits(q, codes), counts, lengths, **case.static)
+    np.testing.assert_array_equal(got, expected)
 
 
 def test_counts_and_lengths_of_a_batch_row_serve_all_heads():

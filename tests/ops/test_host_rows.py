@@ -40,11 +40,11 @@ def skip_or_run(function, operation, backend, *arguments):
 
 def rows_by_hand(column: np.ndarray, slots: np.ndarray) -> np.ndarray:
     batch, heads, n = slots.shape
-    found = np.zeros((batch, n, heads, column.shape[3]), column.dtype)
+    result = np.zeros((batch, n, heads, column.shape[3]), column.dtype)
     for b, head, i in np.ndindex(batch, heads, n):
         if 0 <= (slot := slots[b, head, i]) < column.shape[1]:
-            found[b, i, head] = column[b, slot, head]
-    return found
+            result[b, i, head] = column[b, slot, head]
+    return result
 
 
 @over_memories
@@ -111,9 +111,9 @@ def test_what_was_fetched_ahead_is_not_fetched_again(backend):
     prefetched = PrefetchedRows((rows,), jnp.asarray(early), backend)
     (got,) = fetch_rows(*arguments, prefetched=prefetched)
     there = (slots[..., None] == early[:, :, None]).any(-1) & (slots >= 0)
-    wanted = rows_by_hand(column, slots)
-    wanted = np.where(np.swapaxes(there, 1, 2)[..., None], -1 - wanted, wanted)
-    np.testing.assert_array_equal(got, wanted)
+    expected = rows_by_hand(column, slots)
+    expected = np.where(np.swapaxes(there, 1, 2)[..., None], -1 - expected, expected)
+    np.testing.assert_array_equal(got, expected)
 
 
 @over_memories
@@ -166,12 +166,12 @@ def test_stored_rows_are_in_their_slots(case, backend, memory):
     arguments = put(memory, columns), put("device", rows), jnp.asarray(slots)
     got = skip_or_run(store_rows, STORE_ROWS, backend, *arguments)
     for have, column, row in zip(got, columns, rows, strict=True):
-        wanted = column.copy()
+        expected = column.copy()
         for b, i in np.ndindex(slots.shape):
             if 0 <= slots[b, i] < column.shape[1]:
-                wanted[b, slots[b, i]] = row[b, i]
+                expected[b, slots[b, i]] = row[b, i]
         assert host.in_host(have) == (memory == "host")
-        np.testing.assert_array_equal(have, wanted)
+        np.testing.assert_array_equal(have, expected)
 
 
 def test_shapes_that_do_not_fit_are_named():

@@ -15,14 +15,14 @@ over_backends = every_backend(PACK)
 def assert_packed(got, kv: np.ndarray, accepted: np.ndarray) -> None:
     """Compare with the KV rows that ``accepted``, within 0..gamma, lets through, in order."""
     accepted = accepted.clip(0, kv.shape[1])
-    wanted = np.concatenate([row[:n] for row, n in zip(kv, accepted, strict=True)])
+    expected = np.concatenate([row[:n] for row, n in zip(kv, accepted, strict=True)])
     assert got.kv.shape == (kv.shape[0] * kv.shape[1], kv.shape[2])
     assert (got.kv.dtype, got.offsets.dtype, got.total.dtype) == (kv.dtype, "int32", "int32")
     np.testing.assert_array_equal(got.total, accepted.sum())
     np.testing.assert_array_equal(got.offsets, np.cumsum(accepted) - accepted)
     packed = np.asarray(got.kv[: accepted.sum()])
     # As bytes, since NaN must arrive too, and equals nothing.
-    np.testing.assert_array_equal(packed.view(np.uint8), wanted.view(np.uint8))
+    np.testing.assert_array_equal(packed.view(np.uint8), expected.view(np.uint8))
 
 
 def random_kv(shape: tuple[int, ...], dtype, seed: int) -> np.ndarray:
@@ -99,13 +99,13 @@ def test_pack_inside_shard_map(backend):
     each = 24 // devices
     for i in range(devices):
         part = slice(each * i, each * (i + 1))
-        wanted = pack(kv[part], accepted[part], implementation="xla")
+        expected = pack(kv[part], accepted[part], implementation="xla")
         total = int(totals[i])
-        assert total == wanted.total
-        np.testing.assert_array_equal(offsets[part], wanted.offsets)
+        assert total == expected.total
+        np.testing.assert_array_equal(offsets[part], expected.offsets)
         here = np.asarray(packed[4 * each * i : 4 * each * i + total])
         np.testing.assert_array_equal(
-            here.view(np.uint8), np.asarray(wanted.kv[:total]).view(np.uint8)
+            here.view(np.uint8), np.asarray(expected.kv[:total]).view(np.uint8)
         )
 
 

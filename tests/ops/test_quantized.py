@@ -37,16 +37,16 @@ def numbers(kernel) -> np.ndarray:
 def test_a_weight_of_8_bits_is_off_by_what_its_kind_allows(kind):
     """A column of zeros stays one; the largest weight of each column is kept."""
     kernel = normal(64, 3, 5).at[:, 1, 2].set(0)
-    found = quantized(kernel, kind)
-    assert (found.values.dtype.itemsize, found.shape) == (1, (64, 3, 5))
-    wide, scale = np.float64(kernel), np.float64(found.scale)
-    off = np.abs(numbers(found) - wide)
+    result = quantized(kernel, kind)
+    assert (result.values.dtype.itemsize, result.shape) == (1, (64, 3, 5))
+    wide, scale = np.float64(kernel), np.float64(result.scale)
+    off = np.abs(numbers(result) - wide)
     allowed = scale / 2 if kind == "int8" else np.maximum(np.abs(wide) / 16, scale * 2**-10)
     assert (off <= allowed * 1.00001).all()
     assert off.max() > 0
     largest = np.take_along_axis(off, np.abs(wide).argmax(axis=0)[None], axis=0)
     np.testing.assert_allclose(largest, 0, atol=1e-6 * np.abs(wide).max())
-    assert not found.scale[1, 2]
+    assert not result.scale[1, 2]
 
 
 def blocks_of(kernel) -> np.ndarray:
@@ -61,9 +61,9 @@ def test_a_block_has_the_scale_of_the_least_error(size):
     # Many a block has one weight far above the rest, for which half of the scale is better.
     drawn = RNG.standard_normal((8 * BLOCK, 2, 40)) * np.exp2(RNG.uniform(-3, 3, (1, 2, 40)))
     kernel = jnp.asarray(drawn * size, jnp.float32)
-    found = quantized(kernel, "mxfp4")
-    assert (found.shape, found.ndim, found.size, len(found)) == ((256, 2, 40), 3, 20480, 256)
-    assert (found.codes.shape, found.scales.shape) == ((2, 40, 128), (2, 40, 8))
+    result = quantized(kernel, "mxfp4")
+    assert (result.shape, result.ndim, result.size, len(result)) == ((256, 2, 40), 3, 20480, 256)
+    assert (result.codes.shape, result.scales.shape) == ((2, 40, 128), (2, 40, 8))
     blocks = blocks_of(kernel)
 
     def error(scale):
@@ -74,10 +74,10 @@ def test_a_block_has_the_scale_of_the_least_error(size):
     middle = int(np.log2(np.abs(blocks).max())) - 2
     powers = 2.0 ** np.arange(middle - 12, middle + 3)
     best = np.min([error(power) for power in powers], axis=0)
-    off = np.square(blocks_of(numbers(found)) - blocks).sum(axis=-1)
+    off = np.square(blocks_of(numbers(result)) - blocks).sum(axis=-1)
     np.testing.assert_allclose(off, best, rtol=1e-6)
     least = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(axis=-1) / 6))
-    halved = 2.0 ** (np.int64(found.scales) - 127) / least
+    halved = 2.0 ** (np.int64(result.scales) - 127) / least
     assert set(halved.ravel()) == {1.0, 0.5}
 
 
@@ -86,12 +86,12 @@ def test_a_weight_is_the_nearest_e2m1_of_its_scale():
     steps = np.arange(-96, 97) / 16
     kernel = np.zeros((BLOCK, steps.size), np.float32)
     kernel[0], kernel[1] = 6, steps
-    found = quantized(jnp.asarray(kernel), "mxfp4")
+    result = quantized(jnp.asarray(kernel), "mxfp4")
     want = np.float32(steps).astype(jnp.float4_e2m1fn)
-    np.testing.assert_array_equal(numbers(found)[1], want.astype(np.float64))
-    assert (np.asarray(found.scales) == 127).all()
+    np.testing.assert_array_equal(numbers(result)[1], want.astype(np.float64))
+    assert (np.asarray(result.scales) == 127).all()
     np.testing.assert_array_equal(
-        numbers(quantized(dequantized(found, jnp.float32), "mxfp4")), numbers(found)
+        numbers(quantized(dequantized(result, jnp.float32), "mxfp4")), numbers(result)
     )
 
 
@@ -100,26 +100,26 @@ def test_blocks_of_zeros_and_the_largest_and_smallest_weights():
     kernel[:, 1] = 2.0**-126
     kernel[3, 2], kernel[4, 3], kernel[5, 4] = np.finfo(np.float32).max, -(2.0**127), 1.5 * 2.0**127
     kernel[6, 5] = 2.0**-140
-    found = quantized(jnp.asarray(kernel), "mxfp4")
-    assert (np.asarray(found.scales) >= 1).all()
-    assert (np.asarray(found.scales) <= packed.LARGEST).all()
+    result = quantized(jnp.asarray(kernel), "mxfp4")
+    assert (np.asarray(result.scales) >= 1).all()
+    assert (np.asarray(result.scales) <= packed.LARGEST).all()
     want = kernel.astype(np.float64)
     want[3, 2] = 1.5 * 2.0**127  # the largest that there is
     want[6, 5] = 0
-    np.testing.assert_array_equal(numbers(found), want)
+    np.testing.assert_array_equal(numbers(result), want)
     for dtype in (jnp.float32, jnp.bfloat16):
-        np.testing.assert_array_equal(np.float64(np.float32(dequantized(found, dtype))), want)
+        np.testing.assert_array_equal(np.float64(np.float32(dequantized(result, dtype))), want)
 
 
 def test_matrices_of_leading_axes_are_each_as_alone():
     kernel = normal(3, 2, 2 * BLOCK, 2, 5)
-    found = quantized(kernel, "mxfp4", leading=2)
-    assert (found.shape, found.codes.shape) == (kernel.shape, (3, 2, 2, 5, BLOCK))
-    wide = np.asarray(dequantized(found, jnp.float32))
-    np.testing.assert_array_equal(wide, numbers(found))
+    result = quantized(kernel, "mxfp4", leading=2)
+    assert (result.shape, result.codes.shape) == (kernel.shape, (3, 2, 2, 5, BLOCK))
+    wide = np.asarray(dequantized(result, jnp.float32))
+    np.testing.assert_array_equal(wide, numbers(result))
     alone = quantized(kernel[2, 1], "mxfp4")
-    np.testing.assert_array_equal(found.codes[2, 1], alone.codes)
-    np.testing.assert_array_equal(found.scales[2, 1], alone.scales)
+    np.testing.assert_array_equal(result.codes[2, 1], alone.codes)
+    np.testing.assert_array_equal(result.scales[2, 1], alone.scales)
 
 
 def test_bfloat16_has_every_weight_and_the_layout_is_that_of_checkpoints():
@@ -140,8 +140,8 @@ def test_a_weight_that_is_not_finite_shows(kind, bad):
     """In products with its column; a block of MXFP4 beside it is as it was."""
     kernel = normal(2 * BLOCK, 3)
     spoiled = quantized(kernel.at[BLOCK, 1].set(bad), kind)
-    found = np.asarray(linear(jnp.ones((2, 2 * BLOCK)), spoiled))
-    np.testing.assert_array_equal(np.isnan(found), [[False, True, False]] * 2)
+    result = np.asarray(linear(jnp.ones((2, 2 * BLOCK)), spoiled))
+    np.testing.assert_array_equal(np.isnan(result), [[False, True, False]] * 2)
     if kind == "mxfp4":
         was = numbers(quantized(kernel, kind))
         np.testing.assert_array_equal(numbers(spoiled)[:BLOCK], was[:BLOCK])

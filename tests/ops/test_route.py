@@ -42,8 +42,8 @@ def by_definition(x, kernel, bias, correction, norm, experts):
 
 
 def assert_routed(got, case):
-    wanted = by_definition(*case.build(), **case.static)
-    for name, have, want in zip(got._fields, got, wanted, strict=True):
+    expected = by_definition(*case.build(), **case.static)
+    for name, have, want in zip(got._fields, got, expected, strict=True):
         if name == "weights":
             assert have.dtype == jnp.float32
             close = 1e-5 if case.arguments[0].dtype == jnp.float32 else 2e-2

@@ -192,9 +192,9 @@ BORDERS = [
 
 
 def test_the_law_keeps_what_reaches_a_threshold():
-    for logits, settings, wanted in BORDERS:
+    for logits, settings, expected in BORDERS:
         shares = token_probabilities(logits, SamplingParams(**{"temperature": ONE_BIT} | settings))
-        assert set(np.flatnonzero(shares)) == wanted, settings
+        assert set(np.flatnonzero(shares)) == expected, settings
 
 
 @pytest.mark.parametrize("backend", SAMPLE.backends)
@@ -209,7 +209,7 @@ def test_every_backend_keeps_what_reaches_a_threshold(backend):
         pytest.skip(reason)
     tokens = jax.jit(partial(SAMPLE.backend(backend).run, **static))(logits, rows, positions)
     drawn = np.split(np.asarray(tokens)[:, 0], len(BORDERS))
-    assert [set(x.tolist()) for x in drawn] == [wanted for *_, wanted in BORDERS]
+    assert [set(x.tolist()) for x in drawn] == [expected for *_, expected in BORDERS]
 
 
 def test_filters_come_after_the_temperature():

@@ -64,14 +64,14 @@ def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead)
     right = select(
         *(scores, k), counts=counts, lengths=lengths, **settings, **highest, implementation="xla"
     )
-    found = np.asarray(sharded(layout, k, **settings, **highest)(scores, counts, lengths))
-    for rank, own in enumerate(found):
+    result = np.asarray(sharded(layout, k, **settings, **highest)(scores, counts, lengths))
+    for rank, own in enumerate(result):
         assert ((own < 0) | (own // 4 % RANKS == rank)).all()
         live = np.where(own < 0, np.iinfo(np.int32).max, own)
         assert (np.diff(live, axis=-1) >= 0).all()  # ascending, the empty places last
-    found = np.moveaxis(found, 0, -2).reshape(*lead, -1)
-    found = np.sort(np.where(found < 0, 96, found), axis=-1)[..., :k]
-    np.testing.assert_array_equal(np.where(found == 96, -1, found), right)
+    result = np.moveaxis(result, 0, -2).reshape(*lead, -1)
+    result = np.sort(np.where(result < 0, 96, result), axis=-1)[..., :k]
+    np.testing.assert_array_equal(np.where(result == 96, -1, result), right)
     assert (np.asarray(right) >= 0).any()
 
 
@@ -86,12 +86,12 @@ def test_what_is_exchanged_does_not_grow_with_the_scores():
 
 
 def test_scores_that_no_rank_can_read_are_left_out():
-    """Minus infinity behind the policies' own rule, on one rank and on all."""
+    """Minus infinity after the policies' own rule, on one rank and on all."""
     layout = StripedLayout(32, RANKS, 4)
     scores = jnp.full((1, 32), -jnp.inf).at[0, 5].set(1.0)
     counts = lengths = jnp.asarray([3], jnp.int32)
-    found = sharded(layout, 3, sinks=0, recent=0)(scores, counts, lengths + 29)
-    assert sorted(found[found >= 0].tolist()) == [0, 1, 5]
+    result = sharded(layout, 3, sinks=0, recent=0)(scores, counts, lengths + 29)
+    assert sorted(result[result >= 0].tolist()) == [0, 1, 5]
 
 
 def test_a_budget_without_room_is_refused():

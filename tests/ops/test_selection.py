@@ -61,11 +61,11 @@ def test_slots_behind_the_length_are_never_read_as_scores(backend):
     behind = np.arange(90) >= lengths[:, None]
     counts = np.full(6, 16, np.int32)
     static = {"k": 16, "sinks": 1, "recent": 2, "highest": None}
-    wanted = by_sorting(scores, counts, lengths, **static)
+    expected = by_sorting(scores, counts, lengths, **static)
     for value in (np.inf, np.nan):
         given = np.where(behind, np.float32(value), scores)
         got = run(backend, tuple(map(jnp.asarray, (given, counts, lengths))), **static)
-        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_array_equal(got, expected)
 
 
 @every_backend(SELECT)
@@ -95,11 +95,11 @@ def test_select_under_vmap_and_with_shared_counts(backend):
     run(backend, (arguments[0][:, 0], *arguments[1:]), **static)  # skips where it refuses
     function = functools.partial(select, k=9, sinks=1, recent=1, implementation=backend)
     wide = [np.repeat(x[:, None], 3, axis=1) for x in (counts, counts * 5)]
-    wanted = by_sorting(scores, *wide, **static)
+    expected = by_sorting(scores, *wide, **static)
     got = function(arguments[0], counts=arguments[1], lengths=arguments[2])
-    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(got, expected)
     got = jax.vmap(lambda s, c, n: function(s, counts=c, lengths=n))(*arguments)
-    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(got, expected)
 
 
 @every_backend(SELECT)
@@ -125,8 +125,8 @@ def test_select_inside_shard_map(backend):
 
 def test_equals_the_library_where_there_are_no_ties():
     scores = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1000), np.float32))
-    wanted = np.sort(jax.lax.top_k(scores, 77)[1], axis=-1)
-    np.testing.assert_array_equal(select(scores, 77), wanted)
+    expected = np.sort(jax.lax.top_k(scores, 77)[1], axis=-1)
+    np.testing.assert_array_equal(select(scores, 77), expected)
 
 
 @pytest.mark.parametrize(
@@ -157,5 +157,5 @@ def test_a_million_slots_and_a_budget_of_16384(backend):
     k, length = 16384, 2**20 - 77
     arguments = jnp.asarray(scores), jnp.array([k], jnp.int32), jnp.array([length], jnp.int32)
     got = np.asarray(run(backend, arguments, k=k, sinks=0, recent=0, highest=None))
-    wanted = np.sort(np.argsort(-scores[0, :length], kind="stable")[:k])
-    np.testing.assert_array_equal(got[0], wanted)
+    expected = np.sort(np.argsort(-scores[0, :length], kind="stable")[:k])
+    np.testing.assert_array_equal(got[0], expected)

@@ -34,5 +34,5 @@ def test_every_pair_is_as_python_has_it(name):
         return function(*map(jnp.asarray, grid))
 
     assert not jax.config.jax_enable_x64
-    wanted = [expected(*numbers) for numbers in zip(*(x.tolist() for x in grid), strict=True)]
-    assert np.asarray(run()).tolist() == wanted
+    reference = [expected(*numbers) for numbers in zip(*(x.tolist() for x in grid), strict=True)]
+    assert np.asarray(run()).tolist() == reference

@@ -28,17 +28,17 @@ def outcome(draft: list[int], target: list[int], length: int, stops: list[int]) 
 
 
 def cut(block: list[int], size: int, stops: list[int], *, mismatch: bool) -> dict:
-    """The outcome for a block of accepted tokens and one more, ended behind its first stop."""
+    """The outcome for a block of accepted tokens and one more, ended after its first stop."""
     accepted = len(block) - 1
     end = next((i + 1 for i, token in enumerate(block) if token in stops and token >= 0), None)
-    kept = block[:end]
+    remaining = block[:end]
     return {
-        "accepted": min(accepted, len(kept)),
-        "committed": len(kept),
-        "mismatch": mismatch and len(kept) > accepted,
-        "next_token": kept[accepted] if len(kept) > accepted else -1,
+        "accepted": min(accepted, len(remaining)),
+        "committed": len(remaining),
+        "mismatch": mismatch and len(remaining) > accepted,
+        "next_token": remaining[accepted] if len(remaining) > accepted else -1,
         "stopped": end is not None,
-        "tokens": kept + [-1] * (size - len(kept)),
+        "tokens": remaining + [-1] * (size - len(remaining)),
     }
 
 

@@ -68,12 +68,12 @@ def test_no_division_of_floats_makes_a_rate():
 
 def equations(jaxpr) -> list[tuple[str, str]]:
     """The primitives of a program and the dtypes of what they give."""
-    found = []
+    results = []
     for equation in jaxpr.eqns:
-        found.append((equation.primitive.name, str(equation.outvars[0].aval.dtype)))
+        results.append((equation.primitive.name, str(equation.outvars[0].aval.dtype)))
         for inner in jaxprs_in_params(equation.params):
-            found += equations(inner)
-    return found
+            results += equations(inner)
+    return results
 
 
 def test_exp2_is_near_the_real_one_and_never_falls():

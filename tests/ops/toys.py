@@ -83,7 +83,7 @@ def make_toy(
 ) -> Toy:
     """Random tables. ``like`` in [0, 1] mixes the target into the draft, ``zeros`` is the share of
     logits at -inf in both, ``disjoint`` leaves target and draft no token in common, ``empty``
-    leaves the draft's first position, and the target's last one behind token 1, no finite
+    leaves the draft's first position, and the target's last one after token 1, no finite
     logit."""
     rng = np.random.default_rng(seed)
 
@@ -205,7 +205,7 @@ verify = jax.jit(
 
 
 def fresh_verify(implementation: str = "xla"):
-    """`verify` by one backend, traced anew, so that it sees a patched internal."""
+    """`verify` by one backend, traced again, so that it sees a patched internal."""
     return jax.jit(
         lambda *args, **settings: verify_stochastic(
             *args, **settings, implementation=implementation
@@ -217,7 +217,7 @@ def fresh_verify(implementation: str = "xla"):
 def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -> np.ndarray:
     """Draft and verify one block in each row of all groups, in one batch; ``tokens [N, gamma+1]``.
 
-    Draft tokens are drawn one by one, each from the logits behind those before it, as
+    Draft tokens are drawn one by one, each from the logits after those before it, as
     `jspec.decode.draft` does.
     """
     sizes = [group.rows for group in groups]

@@ -69,9 +69,9 @@ def test_items_are_the_chunks_that_are_seen(lengths, tokens, window):
         own = own[own >= 0]
         end = own.max(initial=-1) + 1
         begin = 0 if window is None or not own.size else max(own.min() - window + 1, 0)
-        seen = np.unique(np.asarray(blocks.chunks.holding(jnp.arange(begin, end))))
+        observed = np.unique(np.asarray(blocks.chunks.holding(jnp.arange(begin, end))))
         heads = range(0, here.kv_heads, blocks.gang)
-        expected += itertools.product([row], heads, seen)
+        expected += itertools.product([row], heads, observed)
         mine = jax.tree.map(lambda x, row=row: x[items.row == row], items)
         start, size = map(np.asarray, blocks.chunks.place(mine.chunk))
         low, high = np.maximum(start, begin), np.minimum(start + size, end)

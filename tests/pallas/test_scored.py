@@ -22,11 +22,11 @@ by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: ca
 
 def assert_scores(got, given, x, case):
     k, probe = (np.asarray(a, np.float64) for a in (x.k, given[4]))
-    wanted = np.einsum("bkh,bskh->bks", probe, k) * settings(case)["scale"]
-    read = np.broadcast_to(read_by_some(x, case)[:, None], wanted.shape)
+    expected = np.einsum("bkh,bskh->bks", probe, k) * settings(case)["scale"]
+    read = np.broadcast_to(read_by_some(x, case)[:, None], expected.shape)
     assert read.any()
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(np.asarray(got)[read], wanted[read], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(got)[read], expected[read], rtol=1e-4, atol=1e-4)
 
 
 # Blocks over each other's ends; two warpgroups that compute, of channels, and of rows in two tiles.

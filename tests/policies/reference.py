@@ -36,7 +36,7 @@ def hata(policy, policy_params, keys, queries, sample):
 def magicpig(policy, policy_params, keys, queries, sample):
     """Chen et al. 2024: how many tables put a key into the query's bucket, from two on."""
     projections = np.float64(policy_params["projections"]).reshape(-1, policy.tables, policy.bits)
-    found = np.zeros(len(keys))
+    result = np.zeros(len(keys))
     for q in queries:
         for at, k in enumerate(keys - sample.mean(axis=0)):
             met = sum(
@@ -44,8 +44,8 @@ def magicpig(policy, policy_params, keys, queries, sample):
                 for t in range(policy.tables)
                 for bits in [range(policy.bits)]
             )
-            found[at] += met if met >= 2 else 0
-    return np.where(found > 0, found, -np.inf)
+            result[at] += met if met >= 2 else 0
+    return np.where(result > 0, result, -np.inf)
 
 
 SCORES = {

@@ -36,14 +36,14 @@ def shared(of, scores: np.ndarray, ranks: int) -> np.ndarray:
 def test_the_best_of_those_before_cross_devices(ranks, ahead):
     scores = np.random.default_rng(ahead).normal(size=(4, 2, SIZE)).astype(np.float32)
     context_len = jnp.asarray(LENGTHS, jnp.int32)
-    found = shared(lambda x, layout: carried(x, layout, ahead, context_len)[0], scores, ranks)
+    result = shared(lambda x, layout: carried(x, layout, ahead, context_len)[0], scores, ranks)
     alone, layout = carried(jnp.asarray(scores), LinearLayout(SIZE), ahead, context_len)
     assert layout == LinearLayout(SIZE)
-    np.testing.assert_array_equal(found, alone)
+    np.testing.assert_array_equal(result, alone)
     for row, length in enumerate(LENGTHS):
         for p in range(length):
             best = scores[row, :, max(p - ahead, 0) : p + 1].max(axis=-1)
-            np.testing.assert_array_equal(found[row, :, p], best)
+            np.testing.assert_array_equal(result[row, :, p], best)
 
 
 def test_more_than_a_block_ahead_is_refused():
@@ -58,10 +58,10 @@ def test_weights_are_of_the_positions_of_all_devices(ranks):
     scores = (30 * rng.normal(size=(4, 2, SIZE))).astype(np.float32)
     scores[1], scores[3, :, 17:] = np.nan, np.nan  # what no position holds
     context_len = jnp.asarray(LENGTHS, jnp.int32)
-    found = shared(functools.partial(softmax, context_len=context_len), scores, ranks)
+    result = shared(functools.partial(softmax, context_len=context_len), scores, ranks)
     for row, length in enumerate(LENGTHS):
         known = scores[row, :, :length].astype(np.float64)
         weights = np.exp(known - known.max(axis=-1, keepdims=True, initial=-np.inf))
         weights /= weights.sum(axis=-1, keepdims=True)
-        np.testing.assert_allclose(found[row, :, :length], weights, rtol=1e-5, atol=1e-12)
-        assert not found[row, :, length:].any()
+        np.testing.assert_allclose(result[row, :, :length], weights, rtol=1e-5, atol=1e-12)
+        assert not result[row, :, length:].any()

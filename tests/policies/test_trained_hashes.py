@@ -52,6 +52,6 @@ def test_a_models_own_hashes_are_found_where_none_are_named(model):
 
 def test_the_bundled_model_drafts_by_its_own_hashes():
     llm = jspec.LLM(draft=jspec.SelfDraft(Hata(budget=64)))
-    found = llm._settings["policy_params"]
-    for w, wanted in zip(found, jspec.load_hashes(bundled_path() / "hashes"), strict=True):
-        assert np.array_equal(w, wanted)
+    result = llm._settings["policy_params"]
+    for w, expected in zip(result, jspec.load_hashes(bundled_path() / "hashes"), strict=True):
+        assert np.array_equal(w, expected)

@@ -14,7 +14,7 @@ POSITIONS = np.array([199, 130, 64])
 @pytest.fixture(scope="module")
 def data():
     rng = np.random.default_rng(0)
-    keys = np.full((256, 2, 16), np.nan, np.float32)  # what is behind the last position
+    keys = np.full((256, 2, 16), np.nan, np.float32)  # what is after the last position
     keys[:200] = rng.standard_normal((200, 2, 16))
     queries = rng.standard_normal((3, 6, 16), np.float32)
     hashes = {"some": rng.standard_normal((2, 16, 32), np.float32)}
@@ -59,28 +59,28 @@ def brute(data, name, budget):
 @pytest.mark.parametrize("name", ["some", "exact", "loki", "quest"])
 def test_compare_is_brute_force(data, name):
     queries, keys, hashes, axes = data
-    found = jax.device_get(compare(queries, POSITIONS, keys, hashes, axes, SPEC))[name]
-    for budget, kept in zip(BUDGETS, found, strict=True):
-        np.testing.assert_allclose(kept, brute(data, name, budget), rtol=1e-5)
+    result = jax.device_get(compare(queries, POSITIONS, keys, hashes, axes, SPEC))[name]
+    for budget, remaining in zip(BUDGETS, result, strict=True):
+        np.testing.assert_allclose(remaining, brute(data, name, budget), rtol=1e-5)
 
 
 def test_a_bound_is_made_of_the_keys_that_the_query_may_read(data):
     queries, keys, *_ = data
     q, k = queries.reshape(3, 2, 3, 16), np.nan_to_num(keys)
-    held = np.arange(256)[None] <= POSITIONS[:, None]
-    found = np.asarray(page_scores(q, k, held, 16))
+    stored = np.arange(256)[None] <= POSITIONS[:, None]
+    result = np.asarray(page_scores(q, k, stored, 16))
     for m, position in enumerate(POSITIONS):
         for slot in range(0, position + 1, 4):
             page = k[slot // 16 * 16 : min(slot // 16 * 16 + 16, position + 1)]
             ends = q[m] * page.min(axis=0)[:, None], q[m] * page.max(axis=0)[:, None]
             np.testing.assert_allclose(
-                found[m, :, slot], np.maximum(*ends).sum(axis=(1, 2)), rtol=1e-5
+                result[m, :, slot], np.maximum(*ends).sum(axis=(1, 2)), rtol=1e-5
             )
 
 
 def test_ranks_put_the_first_of_equals_before_others_and_what_is_not_held_last():
-    held = np.array([[True, True, False, True, True]])
-    assert ranks(np.array([[[1.0, 3.0, 9.0, 3.0, 3.0]]]), held).tolist() == [[[3, 0, 4, 1, 2]]]
+    stored = np.array([[True, True, False, True, True]])
+    assert ranks(np.array([[[1.0, 3.0, 9.0, 3.0, 3.0]]]), stored).tolist() == [[[3, 0, 4, 1, 2]]]
 
 
 def test_rivals_read_as_many_bytes():

@@ -14,24 +14,24 @@ from tests.conftest import TINY, make_decoder
 
 def recorded(model, tokens):
     """Queries ``[T, N, H]`` and keys ``[T, K, H]`` of each layer, from one pass without a cache."""
-    found = []
+    results = []
     positions = jnp.arange(len(tokens))[None]
 
     def attend(layer, q, k, v, cache, *, sinks=None, up=None):
-        found.append((np.asarray(q[0]), np.asarray(k[0])))
+        results.append((np.asarray(q[0]), np.asarray(k[0])))
         spec = model.config.layers[layer]
         group = q.shape[2] // k.shape[2]
         wide_k, wide_v = (jnp.repeat(x, group, axis=2) for x in (k, v))
         scores = jnp.einsum("btnh,bsnh->bnts", q, wide_k) * spec.key_size**-0.5
         distance = positions[0][:, None] - positions[0][None]
-        seen = distance >= 0
+        observed = distance >= 0
         if spec.window is not None:
-            seen &= distance < spec.window
-        weights = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1)
+            observed &= distance < spec.window
+        weights = jax.nn.softmax(jnp.where(observed[None, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", weights, wide_v), cache
 
     model(jnp.asarray(tokens)[None], positions, attend, None)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -40,10 +40,10 @@ def test_a_prefill_keeps_what_attention_compares(window):
     model = make_decoder(dataclasses.replace(TINY, layers=layers))
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, 21).tolist()
     positions = [0, 7, 8, 18]  # of three pieces, two of them at their edges
-    seen = prefill(model, tokens, positions, chunk=8)
+    observed = prefill(model, tokens, positions, chunk=8)
     for layer, (queries, keys) in enumerate(recorded(model, tokens)):
-        np.testing.assert_allclose(seen.queries[layer], queries[positions], atol=1e-5)
-        np.testing.assert_allclose(seen.keys(layer)[:19], keys[:19], atol=1e-5)
+        np.testing.assert_allclose(observed.queries[layer], queries[positions], atol=1e-5)
+        np.testing.assert_allclose(observed.keys(layer)[:19], keys[:19], atol=1e-5)
 
 
 def test_a_prefill_tells_how_far_it_is_and_refuses_positions_outside(tiny):
@@ -58,15 +58,15 @@ def test_a_prefill_tells_how_far_it_is_and_refuses_positions_outside(tiny):
 def wanted_labels(query, keys, kv_heads):
     """Appendix B.1, a head and a key at a time."""
     group = query.shape[0] // kv_heads
-    found = np.empty((len(keys), kv_heads, group))
+    result = np.empty((len(keys), kv_heads, group))
     for head in range(query.shape[0]):
         scores = keys[:, head // group] @ query[head]
         best = sorted(range(len(keys)), key=lambda i: (-scores[i], i))
         positive = max(1, len(keys) // 10)
         marks = np.linspace(20, 1, positive)
         for rank, i in enumerate(best):
-            found[i, head // group, head % group] = marks[rank] if rank < positive else -1
-    return found
+            result[i, head // group, head % group] = marks[rank] if rank < positive else -1
+    return result
 
 
 @pytest.mark.parametrize("count", [1, 9, 20, 64])
@@ -76,9 +76,9 @@ def test_labels_are_those_of_the_appendix(count):
     keys = rng.integers(-2, 3, (count, 2, 4)).astype(np.float32)
     room = np.full((64, 2, 4), np.nan, np.float32)
     room[:count] = keys
-    found = labels(query, room, np.int32(count), 2)
-    np.testing.assert_allclose(found[:count], wanted_labels(query, keys, 2), rtol=1e-6)
-    assert not np.any(found[count:])
+    result = labels(query, room, np.int32(count), 2)
+    np.testing.assert_allclose(result[:count], wanted_labels(query, keys, 2), rtol=1e-6)
+    assert not np.any(result[count:])
 
 
 def test_blocks_hold_every_pair_once():

@@ -194,17 +194,17 @@ def test_slots_past_two_to_the_31_elements_are_read_on_a_gpu():
 )
 def test_is_one_launch_and_one_that_merges(shape, dtype, settings, launches):
     batch, tokens, heads, kv_heads, size, slots = shape
-    wanted = {"window": None, "softcap": None, "value_size": None, "key_positions": False}
-    wanted |= settings
+    reference = {"window": None, "softcap": None, "value_size": None, "key_positions": False}
+    reference |= settings
     integer = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     cache = jax.ShapeDtypeStruct((batch, slots, kv_heads, size), dtype)
-    held = integer((batch, slots)) if wanted.pop("key_positions") else None
+    held = integer((batch, slots)) if reference.pop("key_positions") else None
     text = lower(
         lambda q, k, v, positions, held: attention_triton(
-            q, k, v, positions, key_positions=held, scale=size**-0.5, **wanted
+            q, k, v, positions, key_positions=held, scale=size**-0.5, **reference
         ),
         jax.ShapeDtypeStruct((batch, tokens, heads, size), dtype),
-        *(cache, None if wanted["value_size"] else cache),
+        *(cache, None if reference["value_size"] else cache),
         *(integer((batch, tokens)), held),
     )
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == launches
@@ -284,8 +284,8 @@ def test_a_whole_value_of_a_wide_key_is_a_tile():
     assert (shape["WIDTH"], shape["REST"], shape["VALUE_WIDTH"]) == (512, 64, 512)
     for name in ("h100", "h200"):
         for operation in ("attention", "gathered_attention"):
-            for held in (0, 1):
-                sizes = {"tokens": 1, "rows": 128, "channels": 576, "lists": 1, "held": held}
+            for stored in (0, 1):
+                sizes = {"tokens": 1, "rows": 128, "channels": 576, "lists": 1, "held": stored}
                 block = tuned.tables()[name].block(operation, "triton", sizes)
                 assert block["warps"] == 8
                 assert module.keys_of_tile(shape, k, None, block["bytes"]) == 64

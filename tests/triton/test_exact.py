@@ -80,11 +80,11 @@ def attended(x: Inputs, case: Case, *, probe: bool = False) -> list[np.ndarray]:
     """Output and log-sum-exp of the exact attention, with ``probe`` beside scores."""
     settings = case.settings | {"scale": case.size**-0.5, "exact": True}
     settings["blocks"] = None if jax.default_backend() == "gpu" else SMALL
-    *given, held = (None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x))
+    *given, stored = (None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x))
     if probe:
         given.append(given[0][:, 0, :: case.heads // case.kv_heads])
     run = scored_attention_triton if probe else attention_triton
-    return [np.asarray(a) for a in run(*given, key_positions=held, **settings)[:2]]
+    return [np.asarray(a) for a in run(*given, key_positions=stored, **settings)[:2]]
 
 
 def last(x: Inputs, tokens: int) -> Inputs:
@@ -129,9 +129,9 @@ def test_a_long_pass_goes_by_pieces_of_tokens(piece, in_interpreter, monkeypatch
     monkeypatch.setattr(attention_module, "PIECE_BYTES", parts * (piece + 1) - 1)
     monkeypatch.setattr(attention_module, "PIECE", 1)
     with jax.disable_jit():
-        found = attended(x, case)
+        result = attended(x, case)
     assert launched == {1: [1] * 6, 4: [4, 2], 5: [5, 1]}[piece]
-    for got, of in zip(found, every, strict=True):
+    for got, of in zip(result, every, strict=True):
         np.testing.assert_array_equal(got, of)
 
 
@@ -151,16 +151,16 @@ def test_a_long_pass_is_many_tiles_on_a_gpu(on_a_gpu):
 @pytest.fixture
 def launches(monkeypatch):
     """What is launched, without what it is given: the kernel, its constants and its warps."""
-    found = []
+    results = []
 
     def call(kernel, *arrays, out, programs, **settings):
         kinds = [x.dtype for x in (*arrays, *out)]
-        found.append((kernel.fn.__name__, *kinds, *sorted(settings.items(), key=str)))
+        results.append((kernel.fn.__name__, *kinds, *sorted(settings.items(), key=str)))
         return tuple(jnp.zeros(x.shape, x.dtype) for x in out)
 
     for module in (linear_module, attention_module):
         monkeypatch.setattr(module, "triton_call", call)
-    return found
+    return results
 
 
 def test_one_machine_program_serves_every_size(launches):

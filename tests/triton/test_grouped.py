@@ -36,7 +36,7 @@ LARGE |= FOUR_BITS
 
 
 def drawn(groups, inputs, outputs, rows, pairs, *, kind=""):
-    """A product as a model has it: rows taken and normed before a gate, put and weighted behind."""
+    """A product as a model has it: rows taken and normed before a gate, put and weighted after."""
     keys = jax.random.split(jax.random.key(0), 5)
     x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
     kernel = inputs**-0.5 * jax.random.normal(keys[1], (groups, inputs, *outputs), jnp.bfloat16)
@@ -121,7 +121,7 @@ def test_equals_the_reference_on_a_gpu(case):
     if case != "gpt-oss-prefill-mxfp4":
         np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
         return
-    # A norm is rounded before the product in one, and behind it in the other. Of ten million
+    # A norm is rounded before the product in one, and after it in the other. Of ten million
     # numbers an H200 had 7 that were further apart.
     far = np.abs(np.asarray(got) - want) > 2e-2 * (1 + np.abs(want))
     assert far.mean() < 1e-5
@@ -152,9 +152,9 @@ def test_has_the_derivatives_of_the_reference(name, monkeypatch):
 
         return jax.grad(loss, (0, 1))(*case.arguments)
 
-    found = jax.jit(lambda: gradients(grouped_linear_triton))()
-    wanted = jax.jit(lambda: gradients(grouped_linear_xla))()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, wanted)
+    result = jax.jit(lambda: gradients(grouped_linear_triton))()
+    expected = jax.jit(lambda: gradients(grouped_linear_xla))()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), result, expected)
 
 
 def test_refuses_with_a_reason():

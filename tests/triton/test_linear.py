@@ -156,8 +156,8 @@ def test_rows_of_mxfp4_beyond_a_tile_are_left_to_xla(monkeypatch):
     kernel = quantized(jnp.zeros((64, 8)), "mxfp4")
     settings = {"gated": False, "transposed": False, "dtype": np.dtype("float32")}
     for rows in (65, 4096):
-        found = LINEAR.choose(None, jnp.zeros((rows, 64)), kernel, None, None, None, **settings)
-        assert found.name == "xla"
+        result = LINEAR.choose(None, jnp.zeros((rows, 64)), kernel, None, None, None, **settings)
+        assert result.name == "xla"
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE])

@@ -23,8 +23,8 @@ WIDE = dataclasses.replace(SMALL, rows=64, least=64)  # tiles of more rows than 
 def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     x = inputs(case, junk=np.nan)
-    given, held = arrays(x, case)
-    settings = case.settings | {"key_positions": held, "blocks": blocks}
+    given, stored = arrays(x, case)
+    settings = case.settings | {"key_positions": stored, "blocks": blocks}
     settings["scale"] = case.size**-0.5 if case.scale is None else case.scale
     check(scored_attention_triton(*given, **settings), x, case, 2e-6)
 
@@ -33,18 +33,18 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
 def test_attention_is_the_same_bits_with_scores_on_a_gpu(case):
     """Where both have the same blocks."""
     x = inputs(case, junk=np.nan)
-    given, held = arrays(x, case)
+    given, stored = arrays(x, case)
     if reason := SCORED.backend("triton").supports(*given):
         pytest.skip(reason)
-    settings = case.settings | {"key_positions": held, "scale": case.size**-0.5, "blocks": WHOLE}
+    settings = case.settings | {"key_positions": stored, "scale": case.size**-0.5, "blocks": WHOLE}
     out, lse, scores = jax.jit(functools.partial(scored_attention_triton, **settings))(*given)
     alone = jax.jit(functools.partial(attention_triton, **settings))(*given[:4])
     for got, want in zip((out, lse), alone, strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     k, probe = (np.asarray(a, np.float64) for a in (x.k, given[4]))
-    wanted = np.einsum("bkh,bskh->bks", probe, k) * case.size**-0.5
-    read = np.broadcast_to(read_by_some(x, case)[:, None], wanted.shape)
-    np.testing.assert_allclose(np.asarray(scores)[read], wanted[read], rtol=1e-4, atol=1e-4)
+    expected = np.einsum("bkh,bskh->bks", probe, k) * case.size**-0.5
+    read = np.broadcast_to(read_by_some(x, case)[:, None], expected.shape)
+    np.testing.assert_allclose(np.asarray(scores)[read], expected[read], rtol=1e-4, atol=1e-4)
 
 
 def test_scoring_is_no_launch_of_its_own():

@@ -41,8 +41,8 @@ class Case:
 
     @property
     def settings(self) -> dict:
-        found = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-        return found | {"value_size": self.value_size if self.values_in_keys else None}
+        result = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+        return result | {"value_size": self.value_size if self.values_in_keys else None}
 
 
 CASES = [
@@ -146,17 +146,17 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     lengths = np.array(case.lengths)[:, None]
     positions = lengths - case.tokens + np.arange(case.tokens)
     if case.padded:
-        kept = case.tokens - np.array(case.padded)[:, None]
-        positions = np.where(np.arange(case.tokens) < kept, positions, -1)
-    held = np.tile(np.arange(case.slots), (batch, 1))
-    held = np.where(held < lengths, held, -1)
+        remaining = case.tokens - np.array(case.padded)[:, None]
+        positions = np.where(np.arange(case.tokens) < remaining, positions, -1)
+    stored = np.tile(np.arange(case.slots), (batch, 1))
+    stored = np.where(stored < lengths, stored, -1)
     if case.empty:
-        held = rng.permuted(np.where(rng.random(held.shape) < 0.3, -1, held), axis=1)
-    unread = (held < 0) | (held > positions.max(axis=1, keepdims=True))
+        stored = rng.permuted(np.where(rng.random(stored.shape) < 0.3, -1, stored), axis=1)
+    unread = (stored < 0) | (stored > positions.max(axis=1, keepdims=True))
     k[unread] = v[unread] = junk
     v = None if case.values_in_keys else v
     return Inputs(
-        q, k, v, positions.astype(np.int32), held.astype(np.int32) if case.empty else None
+        q, k, v, positions.astype(np.int32), stored.astype(np.int32) if case.empty else None
     )
 
 
@@ -176,17 +176,17 @@ def brute_force(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(batch, tokens, heads):
-        held = np.arange(k.shape[2]) if x.key_positions is None else x.key_positions[b]
+        stored = np.arange(k.shape[2]) if x.key_positions is None else x.key_positions[b]
         here = x.positions[b, t]
         first = 0 if window is None else max(here - window + 1, 0)
-        seen = np.flatnonzero((first <= held) & (held <= here))
-        if not len(seen):
+        observed = np.flatnonzero((first <= stored) & (stored <= here))
+        if not len(observed):
             continue
-        scores = scale * (k[b, n // group][seen] @ q[b, t, n])
+        scores = scale * (k[b, n // group][observed] @ q[b, t, n])
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
         lse[b, t, n] = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
-        out[b, t, n] = np.exp(scores - lse[b, t, n]) @ v[b, n // group][seen]
+        out[b, t, n] = np.exp(scores - lse[b, t, n]) @ v[b, n // group][observed]
     return out, lse
 
 

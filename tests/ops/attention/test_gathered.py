@@ -135,12 +135,12 @@ def weights(x: Inputs, junk: float) -> np.ndarray:
     """Log-weights, some of them -inf; ``junk`` for entries that select nothing."""
     rng = np.random.default_rng(5)
     shape = (*x.q.shape[:3], x.selected.shape[-1])
-    found = np.where(rng.random(shape) < 0.3, -np.inf, rng.normal(0, 3, shape))
+    result = np.where(rng.random(shape) < 0.3, -np.inf, rng.normal(0, 3, shape))
     group = x.q.shape[2] // x.k.shape[2]
     chosen = x.selected if x.selected.ndim == 3 else x.selected[:, None]
     chosen = np.broadcast_to(chosen, (len(chosen), x.k.shape[2], shape[-1]))
     none = np.repeat(chosen < 0, group, axis=1)[:, None]
-    return np.where(none, junk, found).astype(np.float32)
+    return np.where(none, junk, result).astype(np.float32)
 
 
 def inputs(case: Case, *, junk: float) -> Inputs:
@@ -169,8 +169,8 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     first = context_len + max(case.tail - case.tokens, 0) - np.arange(batch) % 2
     positions = np.maximum(first, 0)[:, None] + np.arange(case.tokens)
     if case.padded:
-        kept = case.tokens - np.array(case.padded)[:, None]
-        positions = np.where(np.arange(case.tokens) < kept, positions, -1)
+        remaining = case.tokens - np.array(case.padded)[:, None]
+        positions = np.where(np.arange(case.tokens) < remaining, positions, -1)
     counts = None
     if case.counts is not None:
         counts = np.array(case.counts)
@@ -319,11 +319,11 @@ def _three_ways(q, k, v, order, context_len):
 def test_where_a_key_lies_and_who_selects_it_has_no_effect(order, context_len, seed):
     rng = np.random.default_rng(seed)
     q, k, v = (rng.standard_normal((1, n, 2, 4), np.float32) for n in (2, 12, 12))
-    wanted, *others = _three_ways(
+    reference, *others = _three_ways(
         q, k, v, np.array([order], np.int32), np.array([context_len], np.int32)
     )
     for got in others:
-        for have, want in zip(got, wanted, strict=True):
+        for have, want in zip(got, reference, strict=True):
             np.testing.assert_allclose(have, want, atol=2e-6)
 
 

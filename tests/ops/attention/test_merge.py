@@ -20,14 +20,14 @@ def test_the_parts_of_a_cache_give_what_the_whole_gives():
     q = rng.standard_normal((2, 3, 4, 8), np.float32)
     k, v = (rng.standard_normal((2, 30, 2, 8), np.float32) for _ in range(2))
     positions = np.array([[27, 28, 29], [9, 10, -1]], np.int32)
-    held = np.tile(np.arange(30, dtype=np.int32), (2, 1))
+    stored = np.tile(np.arange(30, dtype=np.int32), (2, 1))
     run = jax.jit(lambda *x: attention(*x[:4], key_positions=x[4], implementation="xla"))
-    wanted = run(q, k, v, positions, held)
-    masked = [np.where(held // 10 == part, held, -1) for part in range(3)]
+    expected = run(q, k, v, positions, stored)
+    masked = [np.where(stored // 10 == part, stored, -1) for part in range(3)]
     outs, lses = zip(*(run(q, k, v, positions, part) for part in masked), strict=True)
     assert np.isneginf(lses[2][1]).all()
     got = merge(jnp.stack(outs), jnp.stack(lses))
-    for have, want in zip(got, wanted, strict=True):
+    for have, want in zip(got, expected, strict=True):
         np.testing.assert_allclose(have, want, atol=1e-6)
 
 
@@ -41,18 +41,18 @@ exponents = st.lists(
 @given(exponents)
 def test_parts_weigh_as_their_share_of_the_exponentials(lses):
     """Outputs of parts without a key are NaN."""
-    found = np.array(lses, np.float32)
+    result = np.array(lses, np.float32)
     outs = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
-    outs = np.where(np.isfinite(found)[:, None], outs, np.nan).astype(np.float32)
-    out, lse = merge(outs, found)
-    some = found[np.isfinite(found)].astype(np.float64)
+    outs = np.where(np.isfinite(result)[:, None], outs, np.nan).astype(np.float32)
+    out, lse = merge(outs, result)
+    some = result[np.isfinite(result)].astype(np.float64)
     if not some.size:
         assert not np.asarray(out).any()
         assert lse == -np.inf
         return
     np.testing.assert_allclose(lse, logsumexp(some), rtol=1e-6, atol=1e-6)
-    wanted = np.exp(some - logsumexp(some)) @ outs[np.isfinite(found)]
-    np.testing.assert_allclose(out, wanted, rtol=1e-5)
+    expected = np.exp(some - logsumexp(some)) @ outs[np.isfinite(result)]
+    np.testing.assert_allclose(out, expected, rtol=1e-5)
 
 
 def test_the_output_has_the_type_of_the_parts():

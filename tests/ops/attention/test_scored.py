@@ -23,22 +23,22 @@ by_name = pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 
 def arrays(x: Inputs, case: Case):
     """Positional arguments and key positions, with the mean of each KV head's queries as probe."""
-    q, k, v, positions, held = (
+    q, k, v, positions, stored = (
         None if a is None else jnp.asarray(a) for a in (x.q, x.k, x.v, x.positions, x.key_positions)
     )
     wide = np.asarray(x.q, np.float32).mean(axis=1)
     wide = wide.reshape(len(case.lengths), case.kv_heads, -1, case.size).mean(axis=2)
-    return (q, k, v, positions, jnp.asarray(wide, q.dtype)), held
+    return (q, k, v, positions, jnp.asarray(wide, q.dtype)), stored
 
 
 def read_by_some(x: Inputs, case: Case) -> np.ndarray:
     """Which of ``[B, S]`` slots some query of the row reads."""
-    held = np.arange(case.slots)[None] if x.key_positions is None else x.key_positions
-    here, at = x.positions[:, :, None], held[:, None]
-    seen = (at >= 0) & (at <= here)
+    stored = np.arange(case.slots)[None] if x.key_positions is None else x.key_positions
+    here, at = x.positions[:, :, None], stored[:, None]
+    observed = (at >= 0) & (at <= here)
     if case.window is not None:
-        seen &= at > here - case.window
-    return seen.any(axis=1)
+        observed &= at > here - case.window
+    return observed.any(axis=1)
 
 
 def check(got, x: Inputs, case: Case, tolerance: float):
@@ -48,19 +48,19 @@ def check(got, x: Inputs, case: Case, tolerance: float):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=max(EXACT, tolerance))
     (*_, probe), _ = arrays(x, case)
     k = np.asarray(x.k, np.float64)
-    wanted = np.einsum("bkh,bskh->bks", np.asarray(probe, np.float64), k)
-    wanted *= case.size**-0.5 if case.scale is None else case.scale
-    read = np.broadcast_to(read_by_some(x, case)[:, None], wanted.shape)
+    expected = np.einsum("bkh,bskh->bks", np.asarray(probe, np.float64), k)
+    expected *= case.size**-0.5 if case.scale is None else case.scale
+    read = np.broadcast_to(read_by_some(x, case)[:, None], expected.shape)
     assert read.any()
-    np.testing.assert_allclose(scores[read], wanted[read], rtol=1e-5, atol=EXACT)
+    np.testing.assert_allclose(scores[read], expected[read], rtol=1e-5, atol=EXACT)
 
 
 @by_name
 @pytest.mark.parametrize("implementation", SCORED.backends)
 def test_equals_the_definition(case, implementation):
     x = inputs(case, junk=np.nan)
-    given, held = arrays(x, case)
-    settings = case.settings | {"key_positions": held}
+    given, stored = arrays(x, case)
+    settings = case.settings | {"key_positions": stored}
     backend = SCORED.backend(implementation)
     if reason := backend.supports(*given, **settings):
         pytest.skip(reason)

@@ -43,8 +43,10 @@ def check(got, case: Case) -> None:
             if case.softcap is not None:
                 scores = case.softcap * np.tanh(scores / case.softcap)
             weights = np.exp(scores - lse[row, counted, own, None])
-            wanted = weights.mean(axis=(0, 1)) if counted.any() else np.zeros(max(end, 0))
-            np.testing.assert_allclose(got[row, head, : max(end, 0)], wanted, rtol=2e-5, atol=1e-7)
+            expected = weights.mean(axis=(0, 1)) if counted.any() else np.zeros(max(end, 0))
+            np.testing.assert_allclose(
+                got[row, head, : max(end, 0)], expected, rtol=2e-5, atol=1e-7
+            )
 
 
 @by_name
