@@ -15,7 +15,7 @@ from jspec.decode.state import Models
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import MXFP4, Quantized
 from jspec.policies import Dense, Vegas
-from tests.conftest import TINY, make_decoder
+from tests.conftest import ONE_LAYER, TINY, make_decoder
 from tests.decode.common import full_logits, prompts, requests
 from tests.policies.common import MATRIX
 
@@ -45,7 +45,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(draft):
 
 def test_verification_reads_the_targets_own_weights(tiny):
     """A copy of another model drafts what is rejected, and nothing else changes."""
-    other = quantized_copy(make_decoder(seed=9), "int8")
+    other = quantized_copy(make_decoder(ONE_LAYER, seed=9), "int8")
     params = SamplingParams(max_new_tokens=12)
     draft = SelfDraft(Dense(), quantized="int8")
     plain = generate(tiny, prompts((9, 20)), params, draft=None)
@@ -59,9 +59,9 @@ def test_a_copy_is_near_and_shares_all_else(tiny):
     mine, own = (jax.tree.leaves(model) for model in (copy, tiny))
     shared = {id(leaf) for leaf in own}
     fresh = [leaf for leaf in mine if id(leaf) not in shared]
-    # A kernel and its scales, of four products in each of two layers and of the head.
+    # A kernel and its scales, of four matrices in each layer and of the head.
     assert sorted({leaf.dtype.name for leaf in fresh}) == ["float32", "int8"]
-    assert len(fresh) == 2 * (4 * 2 + 1)
+    assert len(fresh) == 2 * (4 * len(tiny.config.layers) + 1)
     weights = sum(leaf.size for leaf in own) - sum(leaf.size for leaf in mine if id(leaf) in shared)
     assert sum(leaf.nbytes for leaf in fresh if leaf.dtype.name == "int8") == weights
     assert isinstance(copy.layers[0].mlp.down.kernel.get_value(), Quantized)
