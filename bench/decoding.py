@@ -196,7 +196,7 @@ def check_tokens(model: jspec.Decoder, prompts, tokens, plain) -> dict[str, Any]
 @jax.jit
 def _logits_of_next(model: jspec.Decoder, state: jspec.DecodeState) -> jax.Array:
     positions = state.cache.lengths[:, None]
-    attend = jspec.policies.dense_attend(positions)
+    attend = jspec.policies.DenseAttend(positions)
     hidden, _ = model(state.last_token[:, None], positions, attend, state.cache)
     return model.logits(hidden)[:, 0]
 

@@ -227,7 +227,7 @@ def _forced_pass(model, cache, tokens, index, config):
     index = index[None]
     positions = jnp.where(index >= 0, cache.lengths[:, None] + index, -1)
     with config.of_target():
-        attend = jspec.policies.dense_attend(positions)
+        attend = jspec.policies.DenseAttend(positions)
         hidden, cache = model(tokens, positions, attend, cache)
         logits = model.logits(hidden)
     choices, best = jnp.argmax(logits, axis=-1), jnp.max(logits, axis=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,7 +56,9 @@ def scored_bytes(policy: Policy, spec: LayerSpec, dtype: Any) -> float:
 
     if isinstance(policy, ExactTopK):
         return spec.kv_heads * spec.key_size * jnp.dtype(dtype).itemsize
-    return size(policy.columns(spec)) + size(policy.pages(spec)) / policy.page_size
+    layer = getattr(policy, "dense_layers", 0)  # the first one that selects
+    pages = policy.pages(layer, spec)
+    return size(policy.columns(layer, spec)) + (size(pages.shapes) / pages.size if pages else 0)
 
 
 def arrays_of(policy: Policy, specs: Sequence[LayerSpec]) -> Any:
@@ -64,4 +67,5 @@ def arrays_of(policy: Policy, specs: Sequence[LayerSpec]) -> Any:
     sample = [
         rng.standard_normal((SAMPLE, spec.kv_heads, spec.key_size), np.float32) for spec in specs
     ]
-    return policy.prepare(specs, sample)
+    model: Any = SimpleNamespace(config=SimpleNamespace(layers=tuple(specs)))
+    return policy.prepare(model, lambda: sample)

@@ -53,28 +53,28 @@ class Backends(Mapping[str, str]):
             known[name].check(backend)
 
 
-_PREFERRED: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
-    "preferred", default=Backends()
+_NAMED: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+    "named_backends", default=Backends()
 )
 
 
 @contextlib.contextmanager
-def preferring(backends: Mapping[str, str]) -> Iterator[None]:
-    """A context in which operations take these backends where no ``implementation`` is named.
+def use_backends(backends: Mapping[str, str]) -> Iterator[None]:
+    """A context in which operations run by these backends where ``implementation`` is None.
 
-    For operations that a caller cannot hand ``implementation``, such as the matmuls of a model. It
-    is read while JAX traces: whatever is jitted must be traced again for other ``backends``.
+    It replaces an enclosing one. It is read while JAX traces: whatever is jitted must be traced
+    again for other ``backends``, as it is where they are a static argument.
     """
-    token = _PREFERRED.set(backends)
+    token = _NAMED.set(backends)
     try:
         yield
     finally:
-        _PREFERRED.reset(token)
+        _NAMED.reset(token)
 
 
-def preferred(operation: str) -> str | None:
-    """The backend that an enclosing `preferring` names for ``operation``, or None."""
-    return _PREFERRED.get().get(operation)
+def named_backend(operation: str) -> str | None:
+    """The backend that the enclosing `use_backends` names for ``operation``, or None."""
+    return _NAMED.get().get(operation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +175,10 @@ class Operation:
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
         """The backend ``implementation``, or the best one that can run with these arguments.
 
-        Raises `BackendError` with the reason of each backend that was tried.
+        Where ``implementation`` is None, a backend that the enclosing `use_backends` names comes
+        first. Raises `BackendError` with the reason of each backend that was tried.
         """
+        implementation = implementation or named_backend(self.name)
         self.check(implementation)
         asked = self.order(*args, **kwargs) if implementation is None else [implementation]
         reasons = []
@@ -189,7 +191,6 @@ class Operation:
         raise BackendError(f"{self.name} cannot run as asked; " + "; ".join(reasons))
 
     def __call__(self, *args: Any, implementation: str | None = None, **kwargs: Any) -> Any:
-        implementation = implementation or preferred(self.name)
         backend = self.choose(implementation, *args, **kwargs)
         # So that profiles and compiled programs name the operation of an instruction.
         with jax.named_scope(self.name):

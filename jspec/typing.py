@@ -8,8 +8,8 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import jax
 from jax.typing import DTypeLike
@@ -19,7 +19,7 @@ from jspec.config import LayerSpec
 Array = jax.Array
 
 
-class Attend(Protocol):
+class Attend:
     """What a model calls once a layer, in order, for attention over the cache.
 
     It appends ``k`` and ``v`` to ``cache`` at the pass's positions and lets each query read the
@@ -32,15 +32,19 @@ class Attend(Protocol):
     ``values_in_keys``. ``sinks [N]`` takes the share of an attention sink from each head: its
     output times ``sigmoid(lse - sinks)``, where lse is the log-sum-exp of its scores. ``up
     [N, value_size, H']`` is a linear map applied to each head's output after that.
-    An attend with an attribute ``accepts_qk_rope = True`` also takes ``qk_rope=``, a
-    `jspec.ops.append.QKRope`: queries and keys that are neither normed nor rotated yet, which
-    ``qk_rope(q, k)`` does. A model need not pass it. With ``accepts_next_queries = True`` it takes
-    ``next_queries=`` too, a function or None for the last layer: it returns the queries that the
-    next layer would compute from this layer's input, normed and rotated. A model need not pass
-    that either.
     Returns the output, ``[B, T, N, value_size]`` or with ``up`` ``[B, T, N, H']``, in the dtype of
     ``q``, and the new cache. At a position of -1 nothing is appended and the output means nothing.
+
+    Attributes:
+        accepts_qk_rope: Whether a model may pass ``qk_rope``, a `jspec.ops.append.QKRope`, with
+            queries and keys that are neither normed nor rotated yet: ``qk_rope(q, k)`` does both.
+        accepts_next_queries: Whether a model may pass ``next_queries``, which returns the queries
+            that the next layer would compute from this layer's input, normed and rotated; None for
+            the last layer.
     """
+
+    accepts_qk_rope: ClassVar[bool] = False
+    accepts_next_queries: ClassVar[bool] = False
 
     def __call__(
         self,
@@ -53,7 +57,10 @@ class Attend(Protocol):
         *,
         sinks: Array | None = None,
         up: Array | None = None,
-    ) -> tuple[Array, Any]: ...
+        qk_rope: Any = None,
+        next_queries: Callable[[], Array] | None = None,
+    ) -> tuple[Array, Any]:
+        raise NotImplementedError
 
 
 class ModelShape(Protocol):

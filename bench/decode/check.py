@@ -14,10 +14,12 @@ import numpy as np
 from bench.decode.shapes import part_of
 from jspec.cache import Cache
 from jspec.decode.state import DecodeState
-from jspec.dispatch import Backends, preferring
+from jspec.dispatch import Backends, use_backends
 from jspec.models.decoder import Decoder
 from jspec.policies import Dense, Policy, ScoredPolicy
-from jspec.policies.attend import DENSE, dense_attend, selected_attend
+from jspec.policies.attend import SelectedAttend
+from jspec.policies.dense import DENSE, DenseAttend
+from jspec.typing import Attend
 
 LAYERS = 2
 # Relative to the logits' norm, the mean over the positions of the worst row: a fault shows at all
@@ -153,20 +155,20 @@ def _logits(
 ) -> tuple[jax.Array, Cache]:
     """Logits ``[B, T, V]`` of a pass that appends ``tokens [B, T]``, and the updated cache."""
     if isinstance(policy, Dense):
-        inner = dense_attend(positions, backends=backends)
+        inner = DenseAttend(positions)
     else:
-        inner = selected_attend(
+        inner = SelectedAttend(
             *(positions, positions[:, 0], positions.shape[1]),
             policy=policy,
             policy_params=arrays,
-            backends=backends,
         )
 
-    def attend(layer: int, q: Any, k: Any, v: Any, cache: Cache, **rest: Any) -> Any:
-        return inner(layer, q, jnp.asarray(NEW_KEY_SCALE, k.dtype) * k, v, cache, **rest)
+    class ScaledKeys(Attend):
+        def __call__(self, layer, q, k, v, cache, /, **rest: Any) -> Any:
+            return inner(layer, q, jnp.asarray(NEW_KEY_SCALE, k.dtype) * k, v, cache, **rest)
 
-    with preferring(backends):
-        hidden, cache = model(tokens, positions, attend, cache)
+    with use_backends(backends):
+        hidden, cache = model(tokens, positions, ScaledKeys(), cache)
         return model.logits(hidden), cache
 
 

@@ -82,7 +82,7 @@ def iterations(
     for drafting in draftings:
         config = drafting.config
         cache_policy = config.cache_policy
-        arrays = arrays_of(cache_policy, model.config.layers) if cache_policy.needs_arrays else None
+        arrays = arrays_of(cache_policy, model.config.layers)
         kind = floors.quantized_in(config)
         models = config.draft.prepare(Models(model, copies.get(kind), arrays))
         copies[kind] = models.draft

@@ -19,8 +19,8 @@ from jspec.models.decoder import Decoder
 from jspec.models.experts import MixtureOfExperts
 from jspec.ops.quantized import BLOCK, MXFP4
 from jspec.policies import Dense, Policy
-from jspec.policies.attend import DENSE
 from jspec.policies.budgeted import Budgeted
+from jspec.policies.dense import DENSE
 
 # Scales of the experts' outputs and of the routers' logits. Rounding decides between the last
 # chosen expert of a token and the next one. That must change the output little, although attention

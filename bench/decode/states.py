@@ -22,7 +22,7 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
 from jspec.models.decoder import Decoder
 from jspec.policies import Policy
-from jspec.policies.attend import DENSE
+from jspec.policies.dense import DENSE
 from jspec.policies.policy import create_cache
 
 # Standard deviation of keys: large enough that leaving out a block of keys changes the output.

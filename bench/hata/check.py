@@ -12,7 +12,7 @@ import numpy as np
 from bench.caches import TOLERANCE
 from bench.hata.workload import Token
 from jspec.cache import Cache
-from jspec.dispatch import preferring
+from jspec.dispatch import use_backends
 from jspec.ops import operations
 from jspec.policies import Policy, ScoredPolicy
 from jspec.policies.budgeted import touched, whole_pages
@@ -38,7 +38,8 @@ def is_right(policy: Policy, policy_params: Any, cache: Cache, token: Token, out
         policy, policy_params, cache, q, chosen, token
     ):
         return False
-    weights = policy.weigh(policy_params, 0, cache, q, token.context_len, chosen)
+    selection = policy.select(policy_params, 0, cache, q, token.context_len)
+    weights = None if selection.log_weights is None else selection.log_weights(q)
     keys_values = cache.keys(0), cache.values(0)
     expected = np.asarray(attended(q, *keys_values, chosen, token.context_len, weights))
     error = np.linalg.norm(np.asarray(out, np.float32) - expected, axis=-1)
@@ -84,7 +85,7 @@ def selects(
 
     Scores within rounding of the lowest chosen one may be chosen or not.
     """
-    with preferring(REFERENCE):
+    with use_backends(REFERENCE):
         score = jax.jit(lambda *arguments: policy.score(arguments[0], 0, *arguments[1:]))
         scores = score(policy_params, cache, q)
     if jnp.issubdtype(scores.dtype, jnp.integer):  # a negative one is never selected
@@ -147,7 +148,7 @@ def _written(
     policy: Policy, policy_params: Any, cache: Cache, context_len: Array, k: Array, v: Array
 ) -> bool:
     """Whether the new token's key, value and columns are in its slot."""
-    expected_columns = {"keys": k, "values": v, **policy.encode(policy_params, 0, k)}
+    expected_columns = {"keys": k, "values": v, **policy.encoder(policy_params, 0)(k, v)}
     rows = jnp.arange(len(context_len))[:, None]
     for name, column in cache.columns[0].items():
         actual, expected = (

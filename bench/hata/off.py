@@ -146,7 +146,7 @@ class _Case:
 
     def _timed(self, policy: Policy) -> tuple[dict[str, Any], np.ndarray]:
         """The figures of a step, and the tokens of a first chunk."""
-        models = Models(self.model, policy=policy.prepare(self.model.config.layers, None))
+        models = Models(self.model, policy=policy.prepare(self.model, None))
         state = self._state(policy, models.policy)
         figures: dict[str, Any] = {"device_bytes": _bytes(state, in_host=False)}
         figures["host_bytes"] = _bytes(state, in_host=True)
@@ -190,16 +190,18 @@ class _Case:
         state = dataclasses.replace(self.blueprint, small=small).filled(
             self.model.config.vocab_size
         )
-        columns = []
+        columns, storage = [], policy.storage
+        host_layers = () if storage is None else storage.layers(state.cache.specs)
         for layer, column in enumerate(state.cache.columns):
             columns_of_layer = dict(column)
             if columns_of(policy, layer, state.cache.specs[layer]):
-                columns_of_layer |= policy.encode(policy_params, layer, column["keys"])
-            if policy.in_host(layer):
+                encode = policy.encoder(policy_params, layer)
+                columns_of_layer |= encode(column["keys"], column["values"])
+            if layer in host_layers:
                 for name in ("keys", "values"):
                     columns_of_layer[name] = host.place_in_host(column[name], None)
             columns.append(columns_of_layer)
-        cache = dataclasses.replace(state.cache, columns=tuple(columns))
+        cache = dataclasses.replace(state.cache, columns=tuple(columns), storage=storage)
         return dataclasses.replace(state, cache=cache)
 
 
@@ -220,7 +222,7 @@ def _bytes(state: DecodeState, *, in_host: bool) -> int:
 def _bus(state: DecodeState, policy: HataOff) -> tuple[list[int], int]:
     """Samples of a call that fetches as many rows as a step reads, and their bytes."""
     cache = state.cache
-    layers = [i for i in range(len(cache.specs)) if policy.in_host(i)]
+    layers = policy.storage.layers(cache.specs)
     context, rng = int(cache.lengths[0]), np.random.default_rng(0)
     count, heads = round(policy.budget * context), cache.specs[layers[0]].kv_heads
     chosen = [np.sort(rng.choice(context, count, replace=False)) for _ in range(heads)]

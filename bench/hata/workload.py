@@ -26,7 +26,8 @@ from jspec.cache import Cache, LinearLayout
 from jspec.config import LayerSpec
 from jspec.ops.append import QKRope
 from jspec.policies import Dense, Policy
-from jspec.policies.attend import PassState, selected_attend
+from jspec.policies.attend import SelectedAttend
+from jspec.policies.pass_state import PassState
 from jspec.policies.policy import create_cache, with_pages
 from jspec.typing import Array
 
@@ -101,12 +102,12 @@ def program(policy: Policy) -> Callable[..., tuple[Cache, Output]]:
         q, k, v = token.parts()
         qk_rope = QKRope(token.cosine, token.sine, joined=token.joined)
         context_len = token.context_len
-        attend: Any = selected_attend(
+        attend: Any = SelectedAttend(
             context_len[:, None], context_len, 1, policy=policy, policy_params=policy_params
         )
         out, pass_state = attend(0, q, k, v, PassState(cache), qk_rope=qk_rope)
         after = with_pages(policy, policy_params, pass_state.cache, context_len, context_len + 1, 1)
-        return after, (out, pass_state.chosen)
+        return after, (out, pass_state.selections[0])
 
     return step
 
@@ -143,7 +144,8 @@ def _encoded(policy: Policy, policy_params: Any, k: Array) -> dict[str, Array]:
     """The policy's columns of all keys ``[B, S, K, H]``, computed in chunks."""
     batch, slots = k.shape[:2]
     chunks = k.reshape(batch, -1, math.gcd(slots, CHUNK), *k.shape[2:])
-    columns = jax.lax.map(lambda x: policy.encode(policy_params, 0, x), jnp.moveaxis(chunks, 1, 0))
+    encode = policy.encoder(policy_params, 0)
+    columns = jax.lax.map(lambda x: encode(x, None), jnp.moveaxis(chunks, 1, 0))
     return {
         name: jnp.moveaxis(x, 0, 1).reshape(batch, slots, *x.shape[3:])
         for name, x in columns.items()

@@ -137,7 +137,7 @@ def _score_chunk(
     top_p: float,
 ) -> tuple[Cache, jax.Array]:
     """Append ``tokens [B, T]``; the figures of `score_answers` of ``following``, ``[B, T, 3]``."""
-    hidden, cache = model(tokens, positions, jspec.policies.dense_attend(positions), cache)
+    hidden, cache = model(tokens, positions, jspec.policies.DenseAttend(positions), cache)
     logits = model.logits(hidden) / temperature
     if top_k:
         highest, _ = jax.lax.top_k(logits, top_k)

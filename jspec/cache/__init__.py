@@ -1,6 +1,16 @@
-"""The cache: keys, values, and further columns and pages that policies keep."""
+"""The cache: keys, values, and further columns and pages that policies store."""
 
 from jspec.cache.cache import Cache, Shards
 from jspec.cache.layout import Layout, LinearLayout, RingLayout, Stripe, StripedLayout
+from jspec.cache.storage import HostStorage
 
-__all__ = ["Cache", "Layout", "LinearLayout", "RingLayout", "Shards", "Stripe", "StripedLayout"]
+__all__ = [
+    "Cache",
+    "HostStorage",
+    "Layout",
+    "LinearLayout",
+    "RingLayout",
+    "Shards",
+    "Stripe",
+    "StripedLayout",
+]

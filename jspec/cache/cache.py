@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache.layout import Layout
+from jspec.cache.storage import TOKEN_COLUMNS, HostStorage
 from jspec.config import LayerSpec
 from jspec.host import in_host, place_in_host
 from jspec.ops.host_rows import DeviceRows
@@ -79,8 +80,8 @@ class Shards(Protocol):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["columns", "lengths", "pages", "device_rows"],
-    meta_fields=["specs", "layouts", "page", "shards"],
+    data_fields=["columns", "lengths", "layouts", "pages", "device_rows"],
+    meta_fields=["specs", "page", "storage", "shards"],
 )
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -92,12 +93,13 @@ class Cache:
             columns.
         lengths: int32 ``[B]``: committed positions per row.
         specs: The `LayerSpec` of each layer, static.
-        layouts: The layout of each layer, static.
+        layouts: The layout of each layer.
         pages: Per layer, arrays by name, each ``[B, ceil(S / page), ...]``, one entry for ``page``
             neighbouring positions; a page without a committed position is undefined.
-        device_rows: Per layer in the host's memory, the rows that the last pass read of it, on the
+        device_rows: Per layer in host memory, the rows that the last pass read of it, on the
             device; set inside a chunk of steps only.
         page: Positions of a page, static.
+        storage: Which layers lie in host memory, static; None for no layer.
         shards: How devices attend together, where this is one device's part of the cache.
     """
 
@@ -108,6 +110,7 @@ class Cache:
     pages: tuple[dict[str, Array], ...] = ()
     device_rows: tuple[DeviceRows | None, ...] = ()
     page: int = 1
+    storage: HostStorage | None = None
     shards: Shards | None = None
 
     @classmethod
@@ -121,7 +124,7 @@ class Cache:
         sharding: Placing = None,
         pages: Callable[[int, LayerSpec], Shapes] = nothing,
         page: int = 1,
-        host: Collection[int] = (),
+        storage: HostStorage | None = None,
     ) -> Cache:
         """An empty cache.
 
@@ -135,15 +138,17 @@ class Cache:
             sharding: Where the arrays lie, as in `jspec.start_decoding`.
             pages: ``pages(layer, spec)`` returns shape and dtype, by name, of a layer's pages.
             page: Positions of a page.
-            host: Layers whose keys and values lie in the host's memory.
+            storage: Which layers have their keys and values in host memory; None for no layer.
         """
+
+        host_layers = () if storage is None else storage.layers(specs)
 
         def made(kind: str, layer: int, shapes: Shapes, size: int) -> dict[str, Array]:
             arrays = {}
             for name, (token_shape, column_dtype) in shapes.items():
                 shape = (batch, size, *token_shape)
                 where = placed(f"cache.{kind}.{layer}.{name}", shape, sharding)
-                if layer in host and name in ("keys", "values"):
+                if layer in host_layers and name in TOKEN_COLUMNS:
                     arrays[name] = place_in_host(np.zeros(shape, column_dtype or dtype), where)
                 else:
                     arrays[name] = jnp.zeros(shape, column_dtype or dtype, device=where)
@@ -166,6 +171,7 @@ class Cache:
             layouts=tuple(layouts),
             pages=tuple(pages_of(layer, *pair) for layer, pair in layers),
             page=page,
+            storage=storage,
         )
 
     @property

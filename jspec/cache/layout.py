@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,7 +19,7 @@ from jspec.typing import Array
 
 
 class Layout(Protocol):
-    """A frozen, hashable map between positions and the ``size`` slots of a row."""
+    """A map between positions and the ``size`` slots of a row: a frozen pytree."""
 
     @property
     def size(self) -> int: ...
@@ -59,6 +60,7 @@ class Layout(Protocol):
         ...
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class LinearLayout:
     """One slot per position, in order."""
@@ -91,6 +93,7 @@ class LinearLayout:
         return LinearLayout(capacity)
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class RingLayout:
     """The last ``size`` positions, for a layer with a sliding window.
@@ -127,6 +130,7 @@ class RingLayout:
         return self  # it has the last ``size`` positions, however many there are
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StripedLayout:
     """Blocks of ``block`` positions dealt to ``ranks`` in a cycle (Helix, section 2.1).
@@ -189,6 +193,7 @@ class StripedLayout:
         return self.size // self.ranks
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Stripe:
     """The ``size`` slots that one of ``ranks`` devices has of a `StripedLayout` row.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cuda_ffi import library
-from jspec.dispatch import Backend, preferred
+from jspec.dispatch import Backend, named_backend
 from jspec.gpu import multiprocessors
 from jspec.ops.append import QKRope
 from jspec.ops.attention.hashed import PARTS
@@ -202,7 +202,7 @@ def _supports(
 ) -> str | None:
     """Why the kernels cannot take these arguments, or None."""
     for part in PARTS:
-        if preferred(part):
+        if named_backend(part):
             return f"a backend is named for {part}, which it takes the place of"
     n, kv_heads, words = codes.shape[1:]
     size, group = q.shape[3], q.shape[2] // kv_heads

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cuda_ffi import library
-from jspec.dispatch import Backend, preferred
+from jspec.dispatch import Backend, named_backend
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_xla, on_a_mesh
 from jspec.ops.linear_chain import Arrays, chain_shapes, one_by_one
@@ -155,8 +155,8 @@ def _launch_chain(x, ops, *, added, gated) -> tuple[Array, ...]:
 
 def _refuses_chain(x, ops, *, added, gated) -> str | None:
     """Why one call cannot run this chain, or None."""
-    if preferred("linear") not in (None, "cuda"):
-        return f"linear={preferred('linear')!r} is asked for"
+    if named_backend("linear") not in (None, "cuda"):
+        return f"linear={named_backend('linear')!r} is asked for"
     static = {"transposed": False, "dtype": x.dtype}
     *reads, _ = chain_shapes(x, ops, added=added, gated=gated)
     bits = {weight_bits(kernel) for kernel, *_ in ops}

@@ -14,9 +14,9 @@ from jspec.config import shown
 from jspec.decode.exact import check_started
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
-from jspec.dispatch import Backends, preferring
+from jspec.dispatch import Backends, use_backends
 from jspec.policies import Policy
-from jspec.policies.policy import columns_of, create_cache, encoded, with_pages
+from jspec.policies.policy import columns_of, create_cache, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place, with_auto_axes
 from jspec.typing import Array, Model
 
@@ -95,9 +95,8 @@ def _filled(
         for layer, spec in enumerate(source.specs):
             columns = {n: x for n, x in source.columns[layer].items() if n in TOKENS}
             if columns_of(policy, layer, spec):
-                columns |= encoded(
-                    policy, policy_params, layer, columns["keys"], columns.get("values")
-                )
+                encode = policy.encoder(policy_params, layer)
+                columns |= encode(columns["keys"], columns.get("values"))
             kinds = empty.columns[layer]
             cache = cache.replaced(
                 layer, **{n: x.astype(kinds[n].dtype) for n, x in columns.items()}
@@ -107,5 +106,5 @@ def _filled(
             policy, policy_params, cache, jnp.zeros_like(source.lengths), source.lengths, capacity
         )
 
-    with preferring(backends):
+    with use_backends(backends):
         return with_auto_axes(fill, policy_params, empty, source, like=empty)

@@ -77,8 +77,8 @@ def _refuses_config(config: ModelConfig) -> str | None:
 
 def _refuses_policy(model: Model, cache_policy: Policy) -> str | None:
     """Why a cache that keeps this policy's columns cannot be read exactly, or None."""
-    layers = range(len(model.config.layers))
-    if any(cache_policy.in_host(layer) for layer in layers):
+    storage = cache_policy.storage
+    if storage is not None and storage.layers(model.config.layers):
         return (
             f"{shown(cache_policy)} keeps keys in the host's memory, which the kernels do not read"
         )

@@ -28,7 +28,7 @@ from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.together import rows_of
-from jspec.policies.attend import dense_attend
+from jspec.policies.dense import DenseAttend
 from jspec.policies.policy import create_cache, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place
 from jspec.typing import Array, Model
@@ -304,7 +304,7 @@ def prefill_chunk(
         new = jnp.where(positions >= 0, jnp.take_along_axis(tokens, index, axis=1), -1)
         policy, params = config.cache_policy, models.policy
         with config.of_target():
-            attend = dense_attend(positions, policy=policy, policy_params=params)
+            attend = DenseAttend(positions, policy=policy, policy_params=params)
             _, cache = models.target(new, positions, attend, cache)
         cache = with_pages(policy, params, cache, before, after, size)
         return cache, config.draft.sync(models, drafter_state, tokens, after, size)

@@ -73,7 +73,7 @@ class ResolvedOptions:
         config = config if gammas is None else gammas.longest
         if exact:
             check_exact(model, config.cache_policy)
-        if config.cache_policy.needs_arrays and policy_params is None:
+        if policy_params is None:
             models = models._replace(policy=prepare_params(config.cache_policy, model))
         on_mesh = mesh_model(model)
         if on_mesh is not None:

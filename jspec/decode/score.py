@@ -19,7 +19,7 @@ from jspec.decode.state import Models, vocabulary_axes
 from jspec.decode.together import rows_of
 from jspec.dispatch import Backends
 from jspec.ops.vocabulary import Axes, Vocabulary
-from jspec.policies.attend import dense_attend
+from jspec.policies.dense import DenseAttend
 from jspec.sharding import place
 from jspec.typing import Array, Model
 
@@ -92,7 +92,7 @@ def _score_chunk(
 
     def piece(model, cache, tokens, positions, following):
         with config.of_target():
-            attend = dense_attend(positions)
+            attend = DenseAttend(positions)
             hidden, cache = model(tokens, positions, attend, cache)
             logits = model.logits(hidden).astype(jnp.float32)
         return cache, _log_probabilities(logits, following, vocabulary_axes(model))

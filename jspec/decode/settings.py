@@ -11,7 +11,7 @@ from jspec.config import shown, whole_number
 from jspec.decode import exact
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.state import Models
-from jspec.dispatch import Backends, preferring
+from jspec.dispatch import Backends, use_backends
 from jspec.ops.append import APPEND, APPEND_ENCODE
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
@@ -32,6 +32,7 @@ from jspec.ops.selection import SELECT
 from jspec.ops.stochastic import VERIFY_STOCHASTIC, Rule, check_rule
 from jspec.ops.verify import VERIFY_GREEDY
 from jspec.policies import Dense, Guided, Policy
+from jspec.policies.policy import needs_params
 
 # Operations of a step, those that a model or a policy calls by itself included.
 OPERATIONS = (
@@ -136,7 +137,7 @@ class StepConfig:
 
     def of_models(self) -> AbstractContextManager[None]:
         """A context in which operations take the backends that are named."""
-        return preferring(self.backends)
+        return use_backends(self.backends)
 
     @property
     def of_verification(self) -> Backends:
@@ -145,7 +146,7 @@ class StepConfig:
 
     def of_target(self) -> AbstractContextManager[None]:
         """As `of_models`, for the target's own passes."""
-        return preferring(self.of_verification)
+        return use_backends(self.of_verification)
 
 
 def check_draft(draft: Any) -> None:
@@ -186,7 +187,7 @@ def check_target(target: Any, draft: Drafter, gamma: int) -> None:
 
 def check_arrays(models: Models, config: StepConfig) -> None:
     """Raise `ValueError` where a policy lacks what `jspec.policies.prepare_params` makes for it."""
-    if config.cache_policy.needs_arrays and models.policy is None:
+    if models.policy is None and needs_params(config.cache_policy, models.target):
         raise ValueError(
             f"{type(config.cache_policy).__name__} needs parameters; pass jspec.Models(target, "
             "policy=jspec.policies.prepare_params(policy, target, tokens)), with a sample text"

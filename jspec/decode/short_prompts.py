@@ -53,11 +53,10 @@ class ShortPrompts:
     ) -> None:
         self._options, self._slots, self._programs = options, slots, programs
         models, policy = options.models, options.config.cache_policy
-        layers = range(len(models.target.config.layers))
         is_on_mesh = (
             mesh_model(models.target) is not None or explicit_mesh_sharding(models) is not None
         )
-        there_are = not (is_on_mesh or any(map(policy.in_host, layers)) or slots < 2)
+        there_are = not (is_on_mesh or policy.storage is not None or slots < 2)
         self.has_large_passes = there_are and is_light(models)
         max_tokens = max(chunk, min(LARGE_PASS, MAX_ROWS * chunk))
         self.tokens = max_tokens if self.has_large_passes else chunk  # of a pass at most

@@ -21,8 +21,9 @@ from jspec.ops.sample import greedy
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.ops.vocabulary import Axes
-from jspec.policies.attend import dense_attend, run_selected
+from jspec.policies.attend import run_selected
 from jspec.policies.collect import run_collecting
+from jspec.policies.dense import DenseAttend
 from jspec.policies.offload import with_room_for_device_rows
 from jspec.policies.policy import with_pages
 from jspec.typing import Array, Model
@@ -61,7 +62,8 @@ def decode_chunk(
     Returns:
         The state after the steps, and their records, stacked: ``[steps, B, ...]``.
     """
-    cache = with_room_for_device_rows(state.cache, config.cache_policy)
+    policy_params = Models.of(models).policy
+    cache = with_room_for_device_rows(state.cache, config.cache_policy, policy_params)
     state = dataclasses.replace(state, cache=cache)
     state, records = lax.scan(
         lambda state, _: decode_step(models, state, config), state, length=steps
@@ -158,7 +160,7 @@ def run_target(
                 policy_params=models.policy,
             )
         else:
-            attend = dense_attend(positions, **settings)
+            attend = DenseAttend(positions, **settings)
             hidden, cache = models.target(tokens, positions, attend, state.cache)
         logits = models.target.logits(hidden)
     state = dataclasses.replace(state, cache=cache)
@@ -207,13 +209,14 @@ def _verified(
     axis_name: Axes | None,
 ) -> Verified:
     if state.mode == "greedy":
+        is_named = "verify_greedy" in config.backends
         return verify_greedy(
             drafted.tokens,
             greedy(logits, axis_name),
             drafted.lengths,
             state.stop_tokens,
             # Without a draft there is nothing to verify, and some kernels refuse that.
-            implementation=None if config.gamma else "xla",
+            implementation="xla" if is_named and not config.gamma else None,
         )
     sampling = state.sampling
     if config.rule == "token" and config.numbers_of_step:

@@ -9,7 +9,7 @@ import numpy as np
 from jspec.eval.ruler import training_document
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Policy
-from jspec.policies.prepare import prepare_params
+from jspec.policies.prepare import sample_keys
 from jspec.typing import Model
 
 TOKENS = 2048
@@ -18,10 +18,10 @@ _BYTES_A_TOKEN = 8  # more than any text has
 
 def prepared(policy: Policy, model: Model, tokenizer: Tokenizer) -> Any:
     """The parameters of ``policy`` from the text that ships with jspec; None if it needs none."""
-    if not policy.needs_arrays:
-        return None
-    if not policy.needs_keys:
-        return prepare_params(policy, model)
-    max_tokens = min(TOKENS, model.config.max_context)
-    text, _ = training_document(_BYTES_A_TOKEN * TOKENS, np.random.default_rng(0))
-    return prepare_params(policy, model, tokenizer.encode(text)[:max_tokens])
+
+    def keys() -> list[np.ndarray]:
+        max_tokens = min(TOKENS, model.config.max_context)
+        text, _ = training_document(_BYTES_A_TOKEN * TOKENS, np.random.default_rng(0))
+        return sample_keys(model, tokenizer.encode(text)[:max_tokens])
+
+    return policy.prepare(model, keys)

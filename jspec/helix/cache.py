@@ -56,7 +56,7 @@ def cache_specs(helix: HelixConfig, cache: Cache) -> Cache:
 def part_of(helix: HelixConfig, cache: Cache) -> Cache:
     """The view of ``cache`` inside the mesh: this device's slots and heads, and the exchange.
 
-    With it, `jspec.policies.dense_attend` computes exact attention over the keys of all devices,
+    With it, `jspec.policies.DenseAttend` computes exact attention over the keys of all devices,
     for the heads of this device's part of the output projection.
 
     Args:

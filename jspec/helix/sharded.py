@@ -30,10 +30,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.fingerprint import SAMPLES, fingerprint
 from jspec.models.modules import MLP
 from jspec.models.quantized import is_quantized
-from jspec.policies import Dense, Policy, Streaming
-from jspec.policies.budgeted import ScoredPolicy
-from jspec.policies.guided import Guided
-from jspec.policies.magicpig import MagicPIG
+from jspec.policies import Dense
 from jspec.processes import all_or_none, check_same, digest, several, versions
 from jspec.sharding import put
 from jspec.typing import Array, Attend, ModelShape
@@ -143,7 +140,7 @@ class Sharded:
                 "SuffixDraft, or SelfDraft or GuidedDraft without a quantized copy"
             )
         reads = config.target if config.is_lossy else draft.collect_policy or draft.cache_policy
-        if not _shares(reads):
+        if not reads.runs_on_mesh:
             raise ValueError(
                 f"{reads} does not run on the mesh of {self.helix}; take Dense, Streaming at the "
                 "original positions, ExactTopK, Loki, Hata, or Vegas"
@@ -362,18 +359,6 @@ def _check_shares(helix: HelixConfig, name: str, size: int) -> None:
 def _check_divides(name: str, size: int, settings: str, devices: int) -> None:
     if size % devices:
         raise ValueError(f"{name}={size} does not divide into {settings} devices; choose others")
-
-
-def _shares(policy: Policy) -> bool:
-    """Whether devices that hold only some positions can compute what ``policy`` selects."""
-    if isinstance(policy, Guided):
-        return policy.score != "weight" and not policy.needs_verdict and policy.page_size == 1
-    if isinstance(policy, MagicPIG):
-        return False  # heads share its projections
-    if isinstance(policy, ScoredPolicy):
-        in_host = policy.in_host(policy.dense_layers)
-        return policy.page_size == 1 and not in_host and not policy.moves_keys
-    return isinstance(policy, Dense) or (isinstance(policy, Streaming) and not policy.moves_keys)
 
 
 def _over(of: Callable[[Any], Any], tree: Any) -> Any:

@@ -4,9 +4,9 @@ Adding one is a file with a subclass of `Policy` and a line in `named.POLICIES`,
 verification guides it, a subclass of `Guided` and a line in `named.GUIDED`.
 """
 
-from jspec.policies.attend import dense_attend
+from jspec.cache.storage import HostStorage
 from jspec.policies.budgeted import ScoredPolicy
-from jspec.policies.dense import Dense
+from jspec.policies.dense import Dense, DenseAttend
 from jspec.policies.exact_topk import ExactTopK
 from jspec.policies.guided import Guided
 from jspec.policies.hata import Hata
@@ -14,10 +14,11 @@ from jspec.policies.hata_off import HataOff
 from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.named import GUIDED, POLICIES, named_policy
-from jspec.policies.policy import Policy
+from jspec.policies.policy import HashEncoder, Pages, Policy
 from jspec.policies.prepare import prepare_params
 from jspec.policies.quantspec import QuantSpec
 from jspec.policies.quest import Quest
+from jspec.policies.selection import Selection
 from jspec.policies.streaming import Streaming
 from jspec.policies.vegas import SparseSpec, SpecExtend, Vegas
 
@@ -25,21 +26,25 @@ __all__ = [
     "GUIDED",
     "POLICIES",
     "Dense",
+    "DenseAttend",
     "ExactTopK",
     "Guided",
+    "HashEncoder",
     "Hata",
     "HataOff",
+    "HostStorage",
     "Loki",
     "MagicPIG",
+    "Pages",
     "Policy",
     "QuantSpec",
     "Quest",
     "ScoredPolicy",
+    "Selection",
     "SparseSpec",
     "SpecExtend",
     "Streaming",
     "Vegas",
-    "dense_attend",
     "named_policy",
     "prepare_params",
 ]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.policies.policy import Policy
 from jspec.policies.scores import best_positions, highest
+from jspec.policies.selection import Selection
 from jspec.typing import Array
 
 
@@ -50,18 +51,26 @@ class Budgeted(Policy):
             )
 
     @property
-    def layers_served(self) -> int:
-        return self.every
+    def page_size(self) -> int:
+        """Positions of a page, of which all are read or none."""
+        return 1
 
-    def keeps_in(self, layer: int) -> bool:
-        return layer >= self.dense_layers
+    @property
+    def runs_on_mesh(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.page_size == 1 and self.storage is None
 
     @property
     def floor(self) -> int:
         """The least positions, or pages, that a ratio gives."""
         return self._always
 
-    def within(self, best: Callable[..., Array], size: int, context_len: Array) -> Array:
+    def within(
+        self,
+        best: Callable[..., Array],
+        size: int,
+        context_len: Array,
+        budget_share: float = 1.0,
+    ) -> Array:
         """The positions that ``best`` selects within the budget of each row.
 
         Args:
@@ -69,28 +78,30 @@ class Budgeted(Policy):
                 of the ``k`` highest scores, as `jspec.ops.select` does.
             size: The capacity of the layer.
             context_len: int32 ``[B]``: committed positions per row.
+            budget_share: The share of the budget to select.
         """
         pages = context_len if self.page_size == 1 else -(-context_len // self.page_size)
-        k, budget = self.share(size, context_len)
+        k, budget = self.limits(size, context_len, budget_share)
         chosen = best(k, lengths=pages, **budget)
         return chosen if self.page_size == 1 else _inside(chosen, self.page_size, context_len)
 
-    def selection_size(self, size: int) -> int:
-        """How many positions, or pages, of a layer with a capacity of ``size`` are selected."""
-        size = whole_pages(size, self.page_size)
-        if isinstance(self.budget, float):
-            return min(max(math.ceil(self.budget * size), self.floor, 1), size)
-        return min(max(self.budget // self.page_size, 1), size)
-
-    def share(self, size: int, context_len: Array) -> tuple[int, dict[str, Any]]:
+    def limits(
+        self, size: int, context_len: Array, budget_share: float = 1.0
+    ) -> tuple[int, dict[str, Any]]:
         """The ``k`` and, by name, ``counts``, ``sinks`` and ``recent`` of `within`."""
-        k, size = self.selection_size(size), whole_pages(size, self.page_size)
-        if isinstance(self.budget, float):
-            share = jnp.ceil(self.budget * context_len.astype(jnp.float32) / self.page_size)
+        size, budget = whole_pages(size, self.page_size), budget_share * self.budget
+        is_ratio = isinstance(self.budget, float)
+        if is_ratio:
+            k = min(max(math.ceil(budget * size), self.floor, 1), size)
+        else:
+            budget = max(math.ceil(budget), self._always * self.page_size)
+            k = min(max(budget // self.page_size, 1), size)
+        if is_ratio:
+            share = jnp.ceil(budget * context_len.astype(jnp.float32) / self.page_size)
             counts = jnp.maximum(share.astype(jnp.int32), self.floor)
         else:
             # Where it is the same for all rows, no array needs to say so.
-            counts = None if self.budget >= self.page_size else jnp.zeros_like(context_len)
+            counts = None if budget >= self.page_size else jnp.zeros_like(context_len)
         recent = touched(self._recent, self.page_size)
         sinks = whole_pages(self.sinks, self.page_size)
         # A capacity that the budget exceeds holds them all, whatever is a sink or recent.
@@ -132,13 +143,21 @@ class ScoredPolicy(Budgeted):
 
     @jax.named_scope("selection")
     def select(
-        self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
-    ) -> Array | None:
+        self,
+        policy_params: Any,
+        layer: int,
+        cache: Cache,
+        q: Array | None,
+        context_len: Array,
+        budget_share: float = 1.0,
+    ) -> Selection:
         if layer < self.dense_layers:
-            return None
+            return Selection()
         assert q is not None
         best = functools.partial(self.best, policy_params, layer, cache, q)
-        return self.within(best, cache.layouts[layer].capacity, context_len)
+        capacity = cache.layouts[layer].capacity
+        positions = self.within(best, capacity, context_len, budget_share)
+        return Selection(positions, num_layers=self.every)
 
     def best(
         self, policy_params: Any, layer: int, cache: Cache, q: Array, k: int, **budget: Any

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jspec.cache import Cache
-from jspec.dispatch import Backends
+from jspec.ops.append import QKRope
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
-from jspec.policies.attend import accepting_qk_rope, appended, dense_attend
+from jspec.policies.append import append_tokens
+from jspec.policies.dense import DenseAttend
 from jspec.policies.guided import Guided, gather_tokens, mean_query
 from jspec.policies.read import in_slots, merged, settings_of
 from jspec.policies.scores import dots
+from jspec.policies.selection import NewTokens
 from jspec.typing import Array, Attend, Model
 
 
@@ -48,64 +50,74 @@ class Collecting:
         return Collecting(cache, (*self.collected, entry))
 
 
-def collecting_attend(
-    positions: Array,
-    context_len: Array,
-    *,
-    policy: Guided,
-    policy_params: Any = None,
-    backends: Mapping[str, str] = Backends(),
-) -> Attend:
-    """The ``attend`` that appends new tokens, reads all positions, and collects.
+@dataclasses.dataclass(frozen=True, eq=False)
+class CollectingAttend(Attend):
+    """Appends new tokens, reads all positions, and collects what a guided policy selects by.
 
     A layer that selects does so at once, so that the scores of two layers never need memory at the
-    same time, or keeps its queries where the tokens that score are not known yet. A model passes
-    the function a `Collecting` and gets one.
+    same time, or keeps its queries where the tokens that score are not known yet. A model passes it
+    a `Collecting` and gets one.
 
-    Args:
+    Attributes:
         positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
         context_len: int32 ``[B]``: committed positions per row, among which layers select.
         policy: The guided policy.
         policy_params: Parameters of ``policy.cache_policy``.
-        backends: Named backends of operations.
     """
-    cache_policy = policy.cache_policy
-    dense: Any = dense_attend(
-        positions, policy=cache_policy, policy_params=policy_params, backends=backends
-    )
 
-    @accepting_qk_rope
-    def attend(layer, q, k, v, carry: Collecting, *, sinks=None, up=None, qk_rope=None):
-        cache = carry.cache
-        spec = cache.specs[layer]
-        if policy.leaders(cache.specs)[layer] != layer:
-            out, cache = dense(layer, q, k, v, cache, sinks=sinks, up=up, qk_rope=qk_rope)
-            return out, carry.after_layer(cache, None)
-        q, cache = appended(
-            cache, layer, positions, q, k, v, qk_rope, cache_policy, policy_params, backends
-        )
-        columns = cache.columns[layer]
-        query_positions, key_positions = in_slots(cache, layer, positions)
+    positions: Array
+    context_len: Array
+    _: dataclasses.KW_ONLY
+    policy: Guided
+    policy_params: Any = None
+
+    accepts_qk_rope = True
+
+    def __call__(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array | None,
+        cache: Collecting,
+        /,
+        *,
+        sinks: Array | None = None,
+        up: Array | None = None,
+        qk_rope: QKRope | None = None,
+        next_queries: Callable[[], Array] | None = None,
+    ) -> tuple[Array, Collecting]:
+        policy, cache_policy, carry = self.policy, self.policy.cache_policy, cache
+        if policy.leaders(carry.cache.specs)[layer] != layer:
+            dense = DenseAttend(
+                self.positions, policy=cache_policy, policy_params=self.policy_params
+            )
+            out, after = dense(layer, q, k, v, carry.cache, sinks=sinks, up=up, qk_rope=qk_rope)
+            return out, carry.after_layer(after, None)
+        tokens = NewTokens(q, k, v, qk_rope, self.positions)
+        q, after = append_tokens(carry.cache, layer, tokens, cache_policy, self.policy_params)
+        out, lse, entry = self._collect(layer, q, after, sinks)
+        return merged(after, out, lse, sinks, up), carry.after_layer(after, entry)
+
+    def _collect(
+        self, layer: int, q: Array, cache: Cache, sinks: Array | None
+    ) -> tuple[Array, Array, Array | Queries]:
+        """Output and log-sum-exp of a layer, and the positions or queries that it collects."""
+        policy, spec, columns = self.policy, cache.specs[layer], cache.columns[layer]
+        query_positions, key_positions = in_slots(cache, layer, self.positions)
         arguments = (q, columns["keys"], columns.get("values"), query_positions)
         settings: Any = settings_of(spec) | {"key_positions": key_positions}
         if policy.score != "weight" and not policy.needs_verdict:
             with jax.named_scope("collection"):
-                probe = mean_query(q, policy.scoring(positions), spec.kv_heads)
-            out, lse, scores = scored_attention(
-                *(*arguments, probe.astype(q.dtype)),
-                implementation=backends.get("scored_attention"),
-                **settings,
-            )
-            entry = policy.pick(scores, cache, layer, context_len)
-        else:
-            out, lse = attention(*arguments, implementation=backends.get("attention"), **settings)
-            entry = Queries(q, lse if sinks is None else jnp.logaddexp(lse, sinks[None, None]))
-            if not policy.needs_verdict:
-                scoring = policy.scoring(positions)
-                entry = _picked(policy, cache, layer, entry, scoring, context_len)
-        return merged(cache, out, lse, sinks, up), carry.after_layer(cache, entry)
-
-    return attend
+                probe = mean_query(q, policy.scoring(self.positions), spec.kv_heads)
+            out, lse, scores = scored_attention(*arguments, probe.astype(q.dtype), **settings)
+            return out, lse, policy.pick(scores, cache, layer, self.context_len)
+        out, lse = attention(*arguments, **settings)
+        queries = Queries(q, lse if sinks is None else jnp.logaddexp(lse, sinks[None, None]))
+        if policy.needs_verdict:
+            return out, lse, queries
+        scoring = policy.scoring(self.positions)
+        return out, lse, _picked(policy, cache, layer, queries, scoring, self.context_len)
 
 
 def run_collecting(
@@ -116,16 +128,13 @@ def run_collecting(
     *,
     policy: Guided,
     policy_params: Any = None,
-    backends: Mapping[str, str] = Backends(),
 ) -> tuple[Array, Cache, Collected]:
     """A full pass of ``model`` over ``tokens [B, T]`` at ``positions [B, T]`` that collects.
 
     Returns the hidden states ``[B, T, D]``, the cache with the tokens' columns, and what each layer
-    collected below the committed lengths. Other arguments as in `collecting_attend`.
+    collected below the committed lengths. Other arguments as in `CollectingAttend`.
     """
-    attend = collecting_attend(
-        positions, cache.lengths, policy=policy, policy_params=policy_params, backends=backends
-    )
+    attend = CollectingAttend(positions, cache.lengths, policy=policy, policy_params=policy_params)
     hidden, carry = model(tokens, positions, attend, Collecting(cache))
     return hidden, carry.cache, carry.collected
 

@@ -17,8 +17,9 @@ from jspec.ops.selection import select
 from jspec.policies.budgeted import Budgeted, whole_pages
 from jspec.policies.dense import Dense
 from jspec.policies.hata import Hata
-from jspec.policies.policy import Policy
+from jspec.policies.policy import Encoder, Policy
 from jspec.policies.scores import best_positions, carried, highest, in_order, softmax
+from jspec.policies.selection import Selection
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
@@ -113,14 +114,15 @@ class Guided(Budgeted):
             return Dense()
         return Hata(dense_layers=self.dense_layers, every=self.every)
 
-    def columns(self, spec: LayerSpec) -> Shapes:
-        return self.cache_policy.columns(spec)
+    @property
+    def runs_on_mesh(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.score != "weight" and not self.needs_verdict and self.page_size == 1
 
-    def encode(self, policy_params: Guidance, layer: int, k: Array) -> dict[str, Array]:
-        return self.cache_policy.encode(policy_params.hashes, layer, k)
+    def columns(self, layer: int, spec: LayerSpec) -> Shapes:
+        return self.cache_policy.columns(layer, spec)
 
-    def codes_by(self, policy_params: Guidance, layer: int) -> Array | None:
-        return self.cache_policy.codes_by(policy_params.hashes, layer)
+    def encoder(self, policy_params: Guidance, layer: int) -> Encoder:
+        return self.cache_policy.encoder(policy_params.hashes, layer)
 
     @property
     def needs_verdict(self) -> bool:
@@ -149,17 +151,21 @@ class Guided(Budgeted):
         return tuple(leaders)
 
     def select(
-        self, policy_params: Guidance, layer: int, cache: Cache, q: Array | None, context_len: Array
-    ) -> Array | None:
+        self,
+        policy_params: Guidance,
+        layer: int,
+        cache: Cache,
+        q: Array | None,
+        context_len: Array,
+        budget_share: float = 1.0,
+    ) -> Selection:
         leader = self.leaders(cache.specs)[layer]
         if leader is None:
-            return None
+            return Selection()
         read = policy_params.read[leader]
-        return (
-            self._select_by_hashes(policy_params, layer, cache, q, context_len)
-            if read is None
-            else read
-        )
+        if read is None:
+            read = self._select_by_hashes(policy_params, layer, cache, q, context_len)
+        return Selection(read, num_layers=self.every)
 
     @jax.named_scope("selection")
     def _select_by_hashes(

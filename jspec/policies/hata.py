@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +13,16 @@ import numpy as np
 from jspec.cache import Cache, LinearLayout
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
-from jspec.dispatch import preferred
+from jspec.dispatch import named_backend
 from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
-from jspec.ops.append import QKRope
 from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.hash import BITS, hamming_scores, hash_encode
 from jspec.ops.hash_selection import hash_select
 from jspec.policies.budgeted import ScoredPolicy
-from jspec.policies.policy import Policy
+from jspec.policies.policy import Encoder, HashEncoder, Policy, SampleKeys
 from jspec.policies.scores import best_positions
-from jspec.typing import Array
+from jspec.policies.selection import NewTokens, Selection
+from jspec.typing import Array, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +35,11 @@ class Hata(ScoredPolicy):
 
     Attributes:
         bits: Bits of a code.
-        norms: Whether a score is multiplied by the key's norm, which is then kept too, as in the
+        norms: Whether a score is multiplied by the key's norm, which is then stored too, as in the
             authors' code.
         hashes: A folder that `jspec train-hash` wrote; without one the matrices are random.
         seed: Of the random matrices.
     """
-
-    needs_arrays: ClassVar[bool] = True
-    needs_keys: ClassVar[bool] = False
 
     bits: int = 128
     norms: bool = False
@@ -54,12 +51,15 @@ class Hata(ScoredPolicy):
         if self.bits not in BITS:
             raise ValueError(f"bits={self.bits} must be one of {', '.join(map(str, BITS))}")
 
-    def columns(self, spec: LayerSpec) -> Shapes:
+    def columns(self, layer: int, spec: LayerSpec) -> Shapes:
+        if layer < self.dense_layers:
+            return {}
         codes = {"codes": ((spec.kv_heads, self.bits // 32), jnp.uint32)}
         return codes | ({"norms": ((spec.kv_heads,), jnp.float32)} if self.norms else {})
 
-    def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
+    def prepare(self, model: Model, sample_keys: SampleKeys | None) -> Any:
         """Matrices of each layer, float32 ``[K, H, bits]``."""
+        specs = model.config.layers
         if self.hashes:
             return self._trained(specs)
         rng = np.random.default_rng(self.seed)
@@ -77,14 +77,14 @@ class Hata(ScoredPolicy):
         check_hashes(hashes, specs)
         return hashes
 
-    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
-        columns = {"codes": hash_encode(k, policy_params[layer])}
-        if self.norms:
-            columns["norms"] = jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
-        return columns
-
-    def codes_by(self, policy_params: Any, layer: int) -> Array | None:
-        return None if self.norms else policy_params[layer]
+    def encoder(self, policy_params: Any, layer: int) -> Encoder:
+        codes = HashEncoder(policy_params[layer])
+        if not self.norms:
+            return codes
+        return lambda k, v: {
+            **codes(k, v),
+            "norms": jnp.linalg.norm(k.astype(jnp.float32), axis=-1),
+        }
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
         columns = cache.columns[layer]
@@ -109,46 +109,33 @@ class Hata(ScoredPolicy):
         policy_params: Any,
         layer: int,
         cache: Cache,
-        q: Array,
-        k: Array,
-        v: Array,
-        qk_rope: QKRope,
-        positions: Array,
+        token: NewTokens,
         context_len: Array,
         num_new: int,
-        backends: Mapping[str, str],
-    ) -> tuple[Array, Array, Array, Cache] | None:
+    ) -> tuple[Array, Array, Selection, Cache] | None:
         layout, spec = cache.layouts[layer], cache.specs[layer]
         # A subclass may score or select otherwise; a backend that is named for a part is to run.
         by_codes = type(self) is Hata and not self.norms and layer >= self.dense_layers
-        named = any(part in backends or preferred(part) for part in PARTS)
-        if not by_codes or named or qk_rope.joined is None or not isinstance(layout, LinearLayout):
+        named = any(map(named_backend, PARTS))
+        q, k, v, qk_rope, positions = token
+        if not by_codes or named or v is None or qk_rope is None or qk_rope.joined is None:
+            return None
+        if not isinstance(layout, LinearLayout):
             return None
         names = ("keys", "values", "codes")
         cache.check_keeps(layer, names)
         keys, values, codes = (cache.columns[layer][name] for name in names)
-        num_selected, budget = self.share(layout.capacity, context_len)
-        out, lse, chosen, *columns = hash_attention(
-            *(
-                q,
-                k,
-                v,
-                qk_rope,
-                keys,
-                values,
-                codes,
-                policy_params[layer],
-                positions,
-                context_len,
-                num_selected,
-            ),
+        num_selected, budget = self.limits(layout.capacity, context_len)
+        out, lse, selected, *columns = hash_attention(
+            *(q, k, v, qk_rope, keys, values, codes, policy_params[layer]),
+            *(positions, context_len, num_selected),
             num_new=num_new,
             scale=spec.scale,
             softcap=spec.softcap,
-            implementation=backends.get("hash_attention"),
             **budget,
         )
-        return out, lse, chosen, cache.replaced(layer, **dict(zip(names, columns, strict=True)))
+        cache = cache.replaced(layer, **dict(zip(names, columns, strict=True)))
+        return out, lse, Selection(selected, num_layers=self.every), cache
 
 
 def with_hashes(policy: Policy, model: Path) -> Policy:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
+from jspec.cache.storage import HostStorage
 from jspec.policies.hata import Hata
 
 
@@ -27,16 +27,6 @@ class HataOff(Hata):
         if not 0 <= self.predicted <= 1:
             raise ValueError(f"predicted={self.predicted} must be a share of the budget in [0, 1]")
 
-    def in_host(self, layer: int) -> bool:
-        return self.keeps_in(layer)
-
-    def num_device_rows(self, layer: int, capacity: int) -> int:
-        return self.selection_size(capacity) if self.reuse and self.in_host(layer) else 0
-
-    def prefetch_policy(self, layer: int) -> HataOff | None:
-        if not self.predicted:
-            return None
-        budget = self.predicted * self.budget
-        if not isinstance(self.budget, float):
-            budget = max(math.ceil(budget), self.floor)
-        return dataclasses.replace(self, budget=budget)
+    @property
+    def storage(self) -> HostStorage:
+        return HostStorage(self.dense_layers, self.predicted, self.reuse)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +12,9 @@ from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.policies.budgeted import ScoredPolicy
+from jspec.policies.policy import Encoder, SampleKeys
 from jspec.policies.scores import dots, pooled
-from jspec.typing import Array
+from jspec.typing import Array, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,6 @@ class Loki(ScoredPolicy):
     scores.
     """
 
-    needs_arrays: ClassVar[bool] = True
-
     channels: int = 32
 
     def __post_init__(self) -> None:
@@ -35,17 +33,19 @@ class Loki(ScoredPolicy):
         if self.channels < 1:
             raise ValueError(f"channels={self.channels} must be at least 1")
 
-    def columns(self, spec: LayerSpec) -> Shapes:
+    def columns(self, layer: int, spec: LayerSpec) -> Shapes:
+        if layer < self.dense_layers:
+            return {}
         return {"components": ((spec.kv_heads, self._channels(spec.key_size)), None)}
 
-    def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
+    def prepare(self, model: Model, sample_keys: SampleKeys | None) -> Any:
         """The components of each layer, float32 ``[K, H, channels]``, the largest first."""
-        if keys is None:
+        if sample_keys is None:
             raise ValueError(
                 "loki needs the keys of a sample text: pass policy_params="
                 "jspec.policies.prepare_params(policy, model, tokens)"
             )
-        return tuple(jnp.asarray(self._components(k)) for k in keys)
+        return tuple(jnp.asarray(self._components(k)) for k in sample_keys())
 
     def _components(self, keys: np.ndarray) -> np.ndarray:
         k = np.swapaxes(keys, 0, 1).astype(np.float64)
@@ -56,10 +56,12 @@ class Loki(ScoredPolicy):
     def _channels(self, size: int) -> int:
         return min(self.channels, size)
 
-    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
-        return {
-            "components": jnp.einsum("btkh,khr->btkr", k.astype(jnp.float32), policy_params[layer])
-        }
+    def encoder(self, policy_params: Any, layer: int) -> Encoder:
+        def encode(k: Array, v: Array | None) -> dict[str, Array]:
+            k = k.astype(jnp.float32)
+            return {"components": jnp.einsum("btkh,khr->btkr", k, policy_params[layer])}
+
+        return encode
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
         q = jnp.einsum("bkh,khr->bkr", pooled(q, cache.specs[layer].kv_heads), policy_params[layer])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,9 +22,11 @@ from jspec.ops.collisions import (
     max_collisions,
 )
 from jspec.policies.budgeted import ScoredPolicy
+from jspec.policies.policy import Encoder, SampleKeys
 from jspec.policies.read import gather_columns
 from jspec.policies.scores import best_positions
-from jspec.typing import Array
+from jspec.policies.selection import Selection
+from jspec.typing import Array, Model
 
 MAX_BITS = 16  # of a table's bucket
 TINY = 1e-6  # the least probability of a bit, and how far that of a table stays from 1
@@ -45,8 +47,6 @@ class MagicPIG(ScoredPolicy):
     every query and have weight 1. Without, the softmax over the selection is plain.
     """
 
-    needs_arrays: ClassVar[bool] = True
-
     bits: int = 10
     tables: int = 150
     weights: bool = True
@@ -64,15 +64,22 @@ class MagicPIG(ScoredPolicy):
                 "the layer that took it; set every=1 or weights=false"
             )
 
-    def columns(self, spec: LayerSpec) -> Shapes:
+    @property
+    def runs_on_mesh(self) -> bool:
+        return False  # heads share the projections, which a mesh would have to split
+
+    def columns(self, layer: int, spec: LayerSpec) -> Shapes:
+        if layer < self.dense_layers:
+            return {}
         words = code_words(self.tables, self.bits)
         return {"buckets": ((spec.kv_heads, words), jnp.uint32)}
 
-    def prepare(self, specs: Sequence[LayerSpec], keys: Sequence[np.ndarray] | None) -> Any:
+    def prepare(self, model: Model, sample_keys: SampleKeys | None) -> Any:
         """A layer's ``center [K, H]`` and ``projections [H, tables * bits]``, float32."""
         rng = np.random.default_rng(self.seed)
+        keys = None if sample_keys is None else sample_keys()
         layers = []
-        for layer, spec in enumerate(specs):
+        for layer, spec in enumerate(model.config.layers):
             shape = (spec.kv_heads, spec.key_size)
             center = np.zeros(shape) if keys is None else keys[layer].mean(axis=0)
             projections = rng.standard_normal((spec.key_size, self.tables * self.bits))
@@ -80,10 +87,14 @@ class MagicPIG(ScoredPolicy):
             layers.append({name: jnp.asarray(x, jnp.float32) for name, x in params.items()})
         return tuple(layers)
 
-    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
+    def encoder(self, policy_params: Any, layer: int) -> Encoder:
         layer_params = policy_params[layer]
-        k = k.astype(jnp.float32) - layer_params["center"][None, None]
-        return {"buckets": bucket_codes(k, layer_params["projections"], self.tables)}
+
+        def encode(k: Array, v: Array | None) -> dict[str, Array]:
+            k = k.astype(jnp.float32) - layer_params["center"][None, None]
+            return {"buckets": bucket_codes(k, layer_params["projections"], self.tables)}
+
+        return encode
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
         query_codes = bucket_codes(q, policy_params[layer]["projections"], self.tables)
@@ -96,26 +107,40 @@ class MagicPIG(ScoredPolicy):
         highest = max_collisions(q, cache.columns[layer]["buckets"], self.tables)
         return best_positions(scores, cache.layouts[layer], k, highest=highest, **budget)
 
-    def weigh(
+    def select(
         self,
         policy_params: Any,
         layer: int,
         cache: Cache,
-        q: Array,
+        q: Array | None,
         context_len: Array,
-        chosen: Array,
-    ) -> Array | None:
-        if not self.weights:
-            return None
-        query_codes = bucket_codes(q, policy_params[layer]["projections"], self.tables)
+        budget_share: float = 1.0,
+    ) -> Selection:
+        selection = super().select(policy_params, layer, cache, q, context_len, budget_share)
+        chosen = selection.positions
+        if chosen is None or not self.weights:
+            return selection
         columns = gather_columns(cache, layer, chosen, ("keys", "buckets"))
-        met = jnp.moveaxis(collisions(query_codes, columns["buckets"], self.tables), 2, -1)
-        heads, q = q.shape[2], by_group(q, cache.specs[layer].kv_heads)
-        k = columns["keys"].astype(jnp.float32) - policy_params[layer]["center"][None, None]
-        probability = log_probability(cosines(q, k), self.bits, self.tables)
-        weights = jnp.where(met >= LEAST, -probability, -jnp.inf)
         end = context_len[:, None, None]
         always = (chosen < self.sinks) | (chosen >= end - self.recent)
+        log_weights = jax.tree_util.Partial(
+            self._log_weights, policy_params[layer], columns["keys"], columns["buckets"], always
+        )
+        return dataclasses.replace(selection, log_weights=log_weights)
+
+    def _log_weights(
+        self, layer_params: Any, keys: Array, buckets: Array, always: Array, q: Array
+    ) -> Array:
+        """The log-weights ``[B, T, N, n]`` of selected ``keys [B, n, K, H]`` and their buckets.
+
+        ``always [B, K, n]``: which of them every query reads.
+        """
+        query_codes = bucket_codes(q, layer_params["projections"], self.tables)
+        met = jnp.moveaxis(collisions(query_codes, buckets, self.tables), 2, -1)
+        heads, q = q.shape[2], by_group(q, keys.shape[2])
+        k = keys.astype(jnp.float32) - layer_params["center"][None, None]
+        probability = log_probability(cosines(q, k), self.bits, self.tables)
+        weights = jnp.where(met >= LEAST, -probability, -jnp.inf)
         weights = jnp.where(always[:, None, :, None], 0.0, weights)
         return weights.reshape(*weights.shape[:2], heads, -1)
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jspec.cache import Cache, LinearLayout
 from jspec.config import token_ids
-from jspec.dispatch import Backends
-from jspec.policies.attend import dense_attend
+from jspec.dispatch import Backends, use_backends
+from jspec.policies.dense import DenseAttend
 from jspec.policies.policy import Policy
 from jspec.processes import whole
 from jspec.typing import Array, Model
@@ -31,7 +31,7 @@ def prepare_params(
     """The parameters of ``policy`` for decoding with ``model``; None where it needs none.
 
     They are the ``policy_params`` of `jspec.generate`, and ``Models.policy``. Costs a prefill of
-    the sample.
+    the sample where the policy needs its keys.
 
     Args:
         policy: The policy.
@@ -43,8 +43,15 @@ def prepare_params(
         ValueError: Where the policy needs a sample and there is none, and for a sample that is no
             list of the model's token ids.
     """
-    keys = None if tokens is None else _keys_of(model, _sample(model, tokens), backends)
-    return policy.prepare_for(model, keys)
+    if tokens is None:
+        return policy.prepare(model, None)
+    sample = _sample(model, tokens)
+    return policy.prepare(model, lambda: _keys_of(model, sample, backends))
+
+
+def sample_keys(model: Model, tokens: Sequence[int]) -> list[np.ndarray]:
+    """Keys of every layer after a sample text, float32 ``[M, K, H]``."""
+    return _keys_of(model, _sample(model, tokens), Backends())
 
 
 def _sample(model: Model, tokens: Any) -> np.ndarray:
@@ -84,4 +91,5 @@ def _keys_of(model: Model, tokens: np.ndarray, backends: Mapping[str, str]) -> l
 def _chunk(
     model: Model, cache: Cache, tokens: Array, positions: Array, backends: Backends
 ) -> Cache:
-    return model(tokens, positions, dense_attend(positions, backends=backends), cache)[1]
+    with use_backends(backends):
+        return model(tokens, positions, DenseAttend(positions), cache)[1]

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
-from jspec.policies.policy import Policy
+from jspec.policies.policy import Encoder, Policy
+from jspec.policies.selection import Selection
 from jspec.typing import Array
 
 LEVELS = 15  # of 4 bits, above the lowest
@@ -35,7 +36,7 @@ class QuantSpec(Policy):
         if self.group < 2 or self.group % 2:
             raise ValueError(f"group={self.group} must be an even number of channels, 2 or more")
 
-    def columns(self, spec: LayerSpec) -> Shapes:
+    def columns(self, layer: int, spec: LayerSpec) -> Shapes:
         if spec.values_in_keys:
             raise ValueError("quantspec keeps values, and this layer has them in its keys")
         shapes: Shapes = {}
@@ -48,25 +49,32 @@ class QuantSpec(Policy):
             shapes[f"{name}_scales"] = ((spec.kv_heads, size // self.group, 2), None)
         return shapes
 
-    def encode(self, policy_params: Any, layer: int, k: Array) -> dict[str, Array]:
-        codes, scales = in_4_bits(k, self.group)
-        return {"key_codes": codes, "key_scales": scales}
+    def encoder(self, policy_params: Any, layer: int) -> Encoder:
+        def encode(k: Array, v: Array | None) -> dict[str, Array]:
+            assert v is not None  # `columns`
+            columns = {}
+            columns["key_codes"], columns["key_scales"] = in_4_bits(k, self.group)
+            columns["value_codes"], columns["value_scales"] = in_4_bits(v, self.group)
+            return columns
 
-    def encode_values(self, policy_params: Any, layer: int, v: Array) -> dict[str, Array]:
-        codes, scales = in_4_bits(v, self.group)
-        return {"value_codes": codes, "value_scales": scales}
+        return encode
 
     def select(
-        self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
-    ) -> Array | None:
-        return None
-
-    def read_as(self, policy_params: Any, layer: int, cache: Cache) -> dict[str, Array]:
+        self,
+        policy_params: Any,
+        layer: int,
+        cache: Cache,
+        q: Array | None,
+        context_len: Array,
+        budget_share: float = 1.0,
+    ) -> Selection:
         columns = cache.columns[layer]
-        return {
-            f"{name}s": from_4_bits(columns[f"{name}_codes"], columns[f"{name}_scales"])
-            for name in ("key", "value")
-        }
+        return Selection(
+            columns={
+                f"{name}s": from_4_bits(columns[f"{name}_codes"], columns[f"{name}_scales"])
+                for name in ("key", "value")
+            }
+        )
 
 
 def in_4_bits(x: Array, group: int) -> tuple[Array, Array]:

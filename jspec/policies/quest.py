@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jspec.cache import Cache
-from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.policies.budgeted import ScoredPolicy, check_page, touched
+from jspec.policies.policy import Pages
 from jspec.policies.scores import dots
 from jspec.typing import Array
 
@@ -34,11 +34,13 @@ class Quest(ScoredPolicy):
     def page_size(self) -> int:
         return self.page
 
-    def pages(self, spec: LayerSpec) -> Shapes:
-        channels = (spec.kv_heads, spec.key_size)
-        return {"low": (channels, None), "high": (channels, None)}
+    def pages(self, layer: int, spec: LayerSpec) -> Pages | None:
+        if layer < self.dense_layers:
+            return None
+        channels = ((spec.kv_heads, spec.key_size), None)
+        return Pages(self.page, {"low": channels, "high": channels}, self._fold)
 
-    def fold(
+    def _fold(
         self,
         policy_params: Any,
         layer: int,

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache, LinearLayout, Shards, Stripe
 from jspec.cache.cache import Read
+from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
-from jspec.dispatch import Backends
+from jspec.ops.append import rotate
 from jspec.ops.attention.dense import attention
-from jspec.policies.policy import Policy
+from jspec.ops.attention.gathered import filled, gathered_attention
+from jspec.policies.selection import Selection
 from jspec.typing import Array
 
 
@@ -24,11 +26,10 @@ def read_whole(
     positions: Array,
     sinks: Array | None = None,
     up: Array | None = None,
-    backends: Mapping[str, str] = Backends(),
 ) -> Array:
     """Attention over all positions of a layer, the new tokens at ``positions`` included."""
     positions, where = in_slots(cache, layer, positions)
-    return read_at(cache, layer, q, cache.columns[layer], positions, where, sinks, up, backends)
+    return read_at(cache, layer, q, cache.columns[layer], positions, where, sinks, up)
 
 
 def read_at(
@@ -40,12 +41,11 @@ def read_at(
     key_positions: Array | None,
     sinks: Array | None,
     up: Array | None,
-    backends: Mapping[str, str],
 ) -> Array:
     """As `read_columns`, also over the columns of other devices that share the rows."""
 
     def read(q: Array, positions: Array) -> tuple[Array, Array]:
-        return _attention(cache.specs[layer], q, columns, positions, key_positions, backends)
+        return _attention(cache.specs[layer], q, columns, positions, key_positions)
 
     return attended(cache, read, q, positions, sinks, up)
 
@@ -98,14 +98,26 @@ def replace_context(
     )
 
 
-def picked_columns(
-    policy: Policy, policy_params: Any, cache: Cache, layer: int, chosen: Array, context_len: Array
-) -> dict[str, Array]:
-    """A copy of the keys and values that ``policy`` selected, with keys that it moves moved."""
-    picked = gather_columns(cache, layer, chosen, ("keys", "values"))
-    if policy.moves_keys and cache.specs[layer].window is None:
-        picked["keys"] = policy.moved(policy_params, layer, picked["keys"], chosen, context_len)
+def picked_columns(cache: Cache, layer: int, selection: Selection) -> dict[str, Array]:
+    """A copy of the selected keys and values, with the keys rotated where the selection says so."""
+    assert selection.positions is not None
+    if selection.columns is not None:
+        cache = cache.replaced(layer, **selection.columns)
+    picked = gather_columns(cache, layer, selection.positions, ("keys", "values"))
+    if selection.key_rotation is not None:
+        angles = selection.key_rotation[:, :, None]
+        picked["keys"] = rotate(picked["keys"], jnp.cos(angles), jnp.sin(angles))
     return picked
+
+
+def rotated_columns(
+    cache: Cache, layer: int, selection: Selection, new_positions: Array
+) -> tuple[dict[str, Array], Array]:
+    """A copy of the selected keys and values and of the new ones, and their positions."""
+    assert selection.positions is not None
+    picked = picked_columns(cache, layer, selection)
+    new = gather_columns(cache, layer, new_positions, ("keys", "values"))
+    return joined_columns(picked, new), jnp.concatenate([selection.positions, new_positions], 1)
 
 
 def joined_columns(columns: Mapping[str, Array], new: Mapping[str, Array]) -> dict[str, Array]:
@@ -124,10 +136,9 @@ def read_columns(
     key_positions: Array | None,
     sinks: Array | None,
     up: Array | None,
-    backends: Mapping[str, str],
 ) -> Array:
     """Attention of a layer over keys at ``key_positions``; None for their indices."""
-    out, lse = _attention(spec, q, columns, positions, key_positions, backends)
+    out, lse = _attention(spec, q, columns, positions, key_positions)
     return finished(out, lse, sinks, up)
 
 
@@ -137,7 +148,6 @@ def _attention(
     columns: Mapping[str, Array],
     positions: Array,
     key_positions: Array | None,
-    backends: Mapping[str, str],
 ) -> tuple[Array, Array]:
     return attention(
         q,
@@ -146,9 +156,62 @@ def _attention(
         positions,
         key_positions=key_positions,
         window=spec.window,
-        implementation=backends.get("attention"),
         **settings_of(spec),
     )
+
+
+def selected_slots(
+    layout: Layout, selected: Array, new_positions: Array
+) -> tuple[Array, Array, Array | None]:
+    """The slots of ``selected`` positions, -1 for none, and of ``new_positions [B, m]``.
+
+    Also, where the layout has some of the positions only, how many selected ones it has.
+    """
+    # Of a linear layout they are the positions: no kernel needs to say so.
+    is_linear = isinstance(layout, LinearLayout)
+    slots = selected if is_linear else jnp.where(selected >= 0, layout.slots(selected), -1)
+    new_slots = layout.slots(new_positions)
+    if not isinstance(layout, Stripe):
+        return slots, new_slots, None
+    # Positions of other devices have no slot here.
+    slots, new_slots = (jnp.where(x < layout.size, x, -1) for x in (slots, new_slots))
+    return slots, new_slots, filled(slots)
+
+
+def read_slots(
+    cache: Cache,
+    layer: int,
+    q: Array,
+    columns: Mapping[str, Array],
+    positions: Array,
+    slots: tuple[Array, Array, Array | None],
+    context_len: Array,
+    log_weights: Array | None,
+    sinks: Array | None,
+    up: Array | None,
+) -> Array:
+    """Attention over ``slots`` of ``columns``, as `selected_slots` returns them.
+
+    ``context_len`` int32 ``[B]``: the first of the new positions; ``log_weights [B, T, N, n]``:
+    those of the selected ones, None for equal ones.
+    """
+    selected, new, counts = slots
+
+    def read(q: Array, positions: Array) -> tuple[Array, Array]:
+        return gathered_attention(
+            q,
+            columns["keys"],
+            columns.get("values"),
+            positions,
+            selected,
+            new,
+            context_len,
+            counts=counts,
+            log_weights=log_weights,
+            **settings_of(cache.specs[layer]),
+        )
+
+    return attended(cache, read, q, positions, sinks, up)
 
 
 def settings_of(spec: LayerSpec) -> dict[str, Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import Cache
-from jspec.models.rope import rope_angles, rope_frequencies
-from jspec.ops.append import rotate
-from jspec.policies.policy import Policy
+from jspec.models.rope import rope_frequencies
+from jspec.policies.policy import Policy, SampleKeys
+from jspec.policies.selection import Selection
 from jspec.typing import Array, Model
 
 POSITIONS = ("original", "window")
@@ -52,16 +51,12 @@ class Streaming(Policy):
             raise ValueError(f"positions={self.positions!r} must be one of {', '.join(POSITIONS)}")
 
     @property
-    def needs_arrays(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.moves_keys
+    def runs_on_mesh(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.positions == "original"
 
-    @property
-    def moves_keys(self) -> bool:
-        return self.positions == "window"
-
-    def prepare_for(self, model: Model, keys: Sequence[np.ndarray] | None) -> Any:
+    def prepare(self, model: Model, sample_keys: SampleKeys | None) -> Any:
         """The angles by which one position rotates the keys of each layer, float32 ``[H / 2]``."""
-        if not self.moves_keys:
+        if self.positions == "original":
             return None
         specs, ropes = model.config.layers, getattr(model.config, "ropes", None)
         if ropes is None or any(spec.values_in_keys for spec in specs):
@@ -76,8 +71,14 @@ class Streaming(Policy):
         )
 
     def select(
-        self, policy_params: Any, layer: int, cache: Cache, q: Array | None, context_len: Array
-    ) -> Array | None:
+        self,
+        policy_params: Any,
+        layer: int,
+        cache: Cache,
+        q: Array | None,
+        context_len: Array,
+        budget_share: float = 1.0,
+    ) -> Selection:
         size = cache.layouts[layer].capacity
         sinks = min(self.sinks, size)
         if isinstance(self.window, float):
@@ -92,7 +93,13 @@ class Streaming(Policy):
         recent = begin + jnp.arange(window, dtype=jnp.int32)[None]
         # A recent position that is a sink as well is read once.
         positions = jnp.concatenate([first, jnp.where(recent >= sinks, recent, -1)], axis=1)
-        return jnp.where(positions < context_len[:, None], positions, -1)
+        positions = jnp.where(positions < context_len[:, None], positions, -1)
+        if self.positions == "original":
+            return Selection(positions)
+        between = jnp.maximum(self._window_begin(context_len) - self.sinks, 0)[:, None]
+        moved = jnp.where(positions < self.sinks, between, 0).astype(jnp.float32)
+        frequencies = policy_params[layer][None, None]
+        return Selection(positions, key_rotation=moved[..., None] * frequencies)
 
     def _window_begin(self, context_len: Array) -> Array:
         """Where the window of rows with ``context_len [B]`` positions begins; below 0 if short."""
@@ -100,10 +107,3 @@ class Streaming(Policy):
             return context_len - self.window
         share = jnp.ceil(self.window * context_len.astype(jnp.float32)).astype(jnp.int32)
         return context_len - jnp.maximum(share - self.sinks, 1)
-
-    def moved(
-        self, policy_params: Any, layer: int, k: Array, chosen: Array, context_len: Array
-    ) -> Array:
-        between = jnp.maximum(self._window_begin(context_len) - self.sinks, 0)[:, None]
-        by = jnp.where(chosen < self.sinks, between, 0)
-        return rotate(k, *rope_angles(by, policy_params[layer], 1.0))

@@ -17,8 +17,8 @@ import numpy as np
 
 from jspec.cache import Cache, LinearLayout
 from jspec.config import LayerSpec
-from jspec.policies.attend import dense_attend
-from jspec.typing import Array, Model
+from jspec.policies.dense import DenseAttend
+from jspec.typing import Array, Attend, Model
 
 POSITIVE = 10  # one pair in so many of a query
 HIGHEST, LOWEST, NEGATIVE = 20.0, 1.0, -1.0  # labels: of the positive pairs, and of the others
@@ -115,16 +115,16 @@ def _piece(
 
     An index outside the pass gives the query of another token.
     """
-    inner = dense_attend(positions)
+    inner = DenseAttend(positions)
     layer_queries: list[Array] = []
 
-    # Without the attribute `accepts_qk_rope`, the model hands over queries that are normed and
-    # rotated already.
-    def attend(layer, q, k, v, cache, *, sinks=None, up=None):
-        layer_queries.append(jnp.take(q[0], asked, axis=0, mode="clip"))
-        return inner(layer, q, k, v, cache, sinks=sinks, up=up)
+    # It does not accept `qk_rope`: the model passes queries that are normed and rotated.
+    class RecordingAttend(Attend):
+        def __call__(self, layer, q, k, v, cache, /, *, sinks=None, up=None, **_):
+            layer_queries.append(jnp.take(q[0], asked, axis=0, mode="clip"))
+            return inner(layer, q, k, v, cache, sinks=sinks, up=up)
 
-    _, cache = model(tokens, positions, attend, cache)
+    _, cache = model(tokens, positions, RecordingAttend(), cache)
     return tuple(layer_queries), cache
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jspec.decode.draft import Drafter
 from jspec.decode.draft.autoregressive import autoregressive
 from jspec.policies import Streaming
-from jspec.policies.attend import selected_attend
+from jspec.policies.attend import SelectedAttend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Followers(Drafter):
         def advance(step, token, positions, cache):
             where = jnp.where(state.beyond(positions[:, None]), -1, positions[:, None])
             view = Streaming(sinks=1, window=self.window)
-            attend = selected_attend(where, state.cache.lengths, gamma, policy=view)
+            attend = SelectedAttend(where, state.cache.lengths, gamma, policy=view)
             hidden, cache = models.target(token[:, None], where, attend, cache)
             known = jnp.take_along_axis(state.draft, token[:, None], axis=1)
             certain = 50 * jax.nn.one_hot(known[:, 0], state.draft.shape[1])

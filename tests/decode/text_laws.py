@@ -150,11 +150,7 @@ def check_law(
     Everything is traced again, so that a patched internal takes effect.
     """
     draft = SelfDraft(OTHER_POLICIES[source]) if source in OTHER_POLICIES else SOURCES[source]
-    arrays = (
-        prepare_params(draft.cache_policy, target(), PROMPT)
-        if draft.cache_policy.needs_arrays
-        else None
-    )
+    arrays = prepare_params(draft.cache_policy, target(), PROMPT)
     decode_chunk = step_module.decode_chunk.__wrapped__
 
     def chunk(*args, **settings):

@@ -87,7 +87,7 @@ def drafted(model: Any, plain: Any, name: str) -> tuple[tuple[int, ...], ...]:
     """Tokens with the drafter ``name``, what it takes prepared with ``plain``, on no mesh."""
     policy = jspec.StepConfig(3, DRAFTS[name]).cache_policy
     text = [token for prompt in TEXTS for token in prompt]
-    arrays = jspec.policies.prepare_params(policy, plain, text) if policy.needs_arrays else None
+    arrays = jspec.policies.prepare_params(policy, plain, text)
     return tokens_of(model, draft=DRAFTS[name], policy_params=arrays)
 
 

@@ -73,7 +73,7 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int,
         half = capacity // 2
 
         def run(q, k, v, positions, cache):
-            attend: Any = jspec.policies.dense_attend(positions)
+            attend: Any = jspec.policies.DenseAttend(positions)
             if up is None:
                 return attend(0, q, k, v, cache)
             return attend(0, q, k, None, cache, up=jnp.asarray(up))

@@ -66,9 +66,7 @@ def decoded(model, draft: Drafter, *modes: dict) -> tuple[list[list[int]], str]:
     rows = enumerate(itertools.islice(itertools.cycle(modes), len(TEXTS)))
     params = [jspec.SamplingParams(max_new_tokens=16, seed=i, **own) for i, own in rows]
     config = jspec.StepConfig(0 if isinstance(draft, jspec.NoDraft) else 3, draft)
-    arrays = (
-        prepare_params(config.cache_policy, model) if config.cache_policy.needs_arrays else None
-    )
+    arrays = prepare_params(config.cache_policy, model)
     models = jspec.Models(model, policy=arrays)
     state = jspec.start_decoding(models, TEXTS, params, config, capacity=256)
     program = jspec.decode_chunk.lower(models, state, config, 4).compile()
@@ -243,11 +241,7 @@ def test_a_checkpoint_goes_straight_to_its_shards():
 )
 def test_what_needs_a_whole_row_is_refused(config, message, model):
     sharded = helix.shard(model, helix.HelixConfig(kvp=2))
-    arrays = (
-        prepare_params(config.cache_policy, model, [1, 2, 3])
-        if config.cache_policy.needs_arrays
-        else None
-    )
+    arrays = prepare_params(config.cache_policy, model, [1, 2, 3])
     with pytest.raises(ValueError, match=message):
         jspec.start_decoding(jspec.Models(sharded, model, arrays), [[1, 2]], config=config)
 

@@ -18,7 +18,7 @@ from jspec.config import LayerSpec
 from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of
 from jspec.helix.attention import OVERLAPPED, Exchange
 from jspec.models.decoder import Decoder
-from jspec.policies.attend import selected_attend
+from jspec.policies.attend import SelectedAttend
 from tests.helix.test_attention import random
 from tests.helix.test_decoding import CONFIG, DRAFTERS, GREEDY, SPARSE, decoded
 
@@ -43,10 +43,10 @@ def attended(config: HelixConfig, tokens: int, *, latent: bool = False, top: int
     def body(q, k, v, cache):
         cache = part_of(config, cache)
         positions = cache.lengths[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
-        attend: Any = jspec.policies.dense_attend(positions)
+        attend: Any = jspec.policies.DenseAttend(positions)
         if top:
             policy = jspec.policies.ExactTopK(**SPARSE | {"budget": top})
-            attend = selected_attend(positions, cache.lengths, tokens, policy=policy)
+            attend = SelectedAttend(positions, cache.lengths, tokens, policy=policy)
         more = {"up": jnp.asarray(up)} if latent else {}
         return attend(0, q, k, None if latent else v, cache, sinks=jnp.asarray(sinks), **more)[0]
 

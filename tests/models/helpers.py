@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jspec import Cache, Decoder, LinearLayout, ModelConfig
-from jspec.policies import dense_attend
+from jspec.policies import DenseAttend
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -38,7 +38,7 @@ LLAMA = {
 
 @nnx.jit
 def _step(model: Decoder, tokens: jax.Array, positions: jax.Array, cache: Cache):
-    hidden, cache = model(tokens, positions, dense_attend(positions), cache)
+    hidden, cache = model(tokens, positions, DenseAttend(positions), cache)
     return model.logits(hidden), cache
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.dispatch import BackendError, preferring
+from jspec.dispatch import BackendError, use_backends
 from jspec.ops.linear import DOUBLED, REWRITTEN, linear
 from jspec.ops.norm import RMS
 
@@ -92,7 +92,7 @@ def test_shapes_that_do_not_fit_are_named(shapes, settings):
 
 def test_a_preference_counts_inside_its_block_and_where_none_is_named():
     x, kernel = jnp.ones((1, 4), jnp.int32), jnp.ones((4, 3), jnp.int32)
-    with preferring({"linear": "triton"}):
+    with use_backends({"linear": "triton"}):
         with pytest.raises(BackendError, match="triton: "):
             linear(x, kernel)
         linear(x, kernel, implementation="xla")

@@ -11,7 +11,7 @@ from flax import nnx
 from jspec import tuned
 from jspec.config import Experts, ModelConfig
 from jspec.cuda_ffi.linear import linear_cuda
-from jspec.dispatch import BackendError, preferring
+from jspec.dispatch import BackendError, use_backends
 from jspec.models.decoder import Decoder
 from jspec.models.modules import JoinedLinear
 from jspec.ops.linear_chain import LINEAR_CHAIN, ChainOp, linear_chain
@@ -110,7 +110,7 @@ def test_there_are_links():
 def test_one_call_refuses_with_a_reason(rows, inputs, kinds, asked, reason):
     x, kernel = (jnp.zeros(s, jnp.bfloat16) for s in ((rows, inputs), (inputs, inputs)))
     ops = [ChainOp(quantized(kernel, kind) if kind else kernel) for kind in kinds]
-    with preferring(asked), pytest.raises(BackendError, match=reason):
+    with use_backends(asked), pytest.raises(BackendError, match=reason):
         linear_chain(x, ops, implementation="cuda")
 
 
@@ -204,7 +204,7 @@ def test_a_decoder_in_chains_is_the_decoder_product_by_product():
     tokens, positions = jnp.arange(6).reshape(2, 3), jnp.tile(jnp.arange(3), (2, 1))
 
     def hidden(chain):
-        with preferring({"linear": "cuda", "linear_chain": chain}):
+        with use_backends({"linear": "cuda", "linear_chain": chain}):
             return jax.jit(lambda model: model(tokens, positions, causal, []))(model)
 
     case = LINEAR_CHAIN.cases()[0]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +41,11 @@ class NormTopK(ScoredPolicy):
     recent: int = 0
     dense_layers: int = 0
 
-    def columns(self, spec: LayerSpec):
+    def columns(self, layer: int, spec: LayerSpec):
         return {"norms": ((spec.kv_heads,), jnp.float32)}
 
-    def encode(self, policy_params, layer, k):
-        return {"norms": jnp.linalg.norm(k.astype(jnp.float32), axis=-1)}
+    def encoder(self, policy_params, layer):
+        return lambda k, v: {"norms": jnp.linalg.norm(k.astype(jnp.float32), axis=-1)}
 
     def score(self, policy_params, layer, cache, q):
         return jnp.swapaxes(cache.columns[layer]["norms"], 1, 2)
@@ -74,7 +76,8 @@ def arrays_of(policy, specs=(SPEC,)):
         np.asarray(random(64, spec.kv_heads, spec.key_size, seed=7 + layer)) + 0.5
         for layer, spec in enumerate(specs)
     ]
-    return policy.prepare(specs, keys)
+    model: Any = types.SimpleNamespace(config=types.SimpleNamespace(layers=specs))
+    return policy.prepare(model, lambda: keys)
 
 
 def filled(policy, layout, lengths=LENGTHS, junk=0.0) -> Cache:
@@ -94,7 +97,8 @@ def _filled(policy, layout, junk, policy_params, context_len):
         for name, x in cache.columns[0].items()
     }
     cache = cache.replaced(0, **columns)
-    cache = cache.append(0, positions, keys=k, values=v, **policy.encode(policy_params, 0, k))
+    encode = policy.encoder(policy_params, 0)
+    cache = cache.append(0, positions, keys=k, values=v, **encode(k, v))
     cache = with_pages(
         policy, policy_params, cache, jnp.zeros_like(context_len), context_len, CAPACITY
     )

@@ -16,8 +16,9 @@ from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.policies import Dense, Guided, SparseSpec, SpecExtend, Vegas, named_policy
-from jspec.policies.attend import dense_attend, run_selected
-from jspec.policies.collect import Collecting, collecting_attend, picks
+from jspec.policies.attend import run_selected
+from jspec.policies.collect import Collecting, CollectingAttend, picks
+from jspec.policies.dense import DenseAttend
 from jspec.policies.guided import Guidance, mean_query
 from jspec.policies.prepare import prepare_params
 from tests.conftest import TINY, make_decoder
@@ -116,12 +117,12 @@ def test_it_picks_the_highest_means(name, layout):
 
     @jax.jit
     def run(q, k, v, cache):
-        attend = collecting_attend(positions, cache.lengths, policy=policy)
+        attend = CollectingAttend(positions, cache.lengths, policy=policy)
         out, given = attend(0, q, k, v, Collecting(cache))
         return out, given.cache, picks(policy, given.cache, given.collected, positions, accepted)
 
     out, after, (found,) = run(q, k, v, cache)
-    expected, _ = dense_attend(positions)(0, q, k, v, cache)
+    expected, _ = DenseAttend(positions)(0, q, k, v, cache)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     slots = layout.slots(jnp.arange(CAPACITY, dtype=jnp.int32))
     keys = np.float64(jnp.take(after.keys(0), slots, axis=1))
@@ -156,7 +157,7 @@ def test_it_picks_anew_by_shared_bits(name, layout):
     since = np.array([[16, 17, 18, 19, -1], [-1] * 5, [-1] * 5], np.int32)
     q = random(BATCH, 1, 4, 8, seed=5)
     policy_params = Guidance((None,), jnp.asarray(since), hashes)
-    select = jax.jit(lambda *args: policy.select(args[0], 0, *args[1:]))
+    select = jax.jit(lambda *args: policy.select(args[0], 0, *args[1:]).positions)
     found = np.asarray(select(policy_params, cache, q, cache.lengths))
     keys, w = np.float64(random(BATCH, CAPACITY, 2, 8, seed=1)), np.float64(hashes[0])
     for row, begin in enumerate((16, 3, 0)):

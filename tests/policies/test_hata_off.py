@@ -20,8 +20,11 @@ from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
 from jspec.host import in_host, place_in_host
 from jspec.policies import Hata, HataOff
-from jspec.policies.attend import PassState, dense_attend, selected_attend
-from jspec.policies.policy import create_cache
+from jspec.policies.attend import SelectedAttend
+from jspec.policies.dense import DenseAttend
+from jspec.policies.offload import with_room_for_device_rows
+from jspec.policies.pass_state import PassState
+from jspec.policies.policy import columns_of, create_cache
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, query, random
@@ -43,7 +46,8 @@ def cache_of(policy):
             is_host = in_host(column[name])
             made[name] = place_in_host(tokens, None) if is_host else jnp.asarray(tokens)
         keys = jnp.asarray(np.asarray(made["keys"]))
-        kept = policy.encode(policy_params, layer, keys) if policy.keeps_in(layer) else {}
+        own = columns_of(policy, layer, SPEC)
+        kept = policy.encoder(policy_params, layer)(keys, None) if own else {}
         columns.append(made | kept)
     lengths = jnp.asarray(LENGTHS)
     return dataclasses.replace(empty, columns=tuple(columns), lengths=lengths)
@@ -56,7 +60,7 @@ def two_layers(policy):
 
     @jax.jit
     def run(cache, predicted):
-        attend = selected_attend(
+        attend = SelectedAttend(
             positions, cache.lengths, 2, policy=policy, policy_params=policy_params
         )
         pass_state, outs = PassState(cache), []
@@ -94,7 +98,7 @@ def test_a_pass_that_reads_all_of_a_layer_finds_it_in_the_host():
     found = []
     for policy in (Hata(**SOME, dense_layers=1), HataOff(**SOME, dense_layers=1)):
         policy_params = arrays_of(policy, (SPEC, SPEC))
-        attend = dense_attend(positions, policy=policy, policy_params=policy_params)
+        attend = DenseAttend(positions, policy=policy, policy_params=policy_params)
         out, after = jax.jit(lambda cache, attend=attend: attend(1, q, k, v, cache))(
             cache_of(policy)
         )
@@ -106,17 +110,17 @@ def test_a_pass_that_reads_all_of_a_layer_finds_it_in_the_host():
 
 def test_what_was_predicted_is_read_from_where_it_was_fetched_to(monkeypatch):
     """With a wrong row in it, the output is wrong: the second layer reads no row twice."""
-    from jspec.policies import offload
+    from jspec.cache import storage
 
     def spoiled(*arguments, **settings):
         prefetched, through = fetch_ahead(*arguments, **settings)
         return dataclasses.replace(prefetched, rows=tuple(2 * x for x in prefetched.rows)), through
 
-    fetch_ahead = offload.fetch_ahead
+    fetch_ahead = storage.fetch_ahead
     policy = HataOff(**SOME, dense_layers=1)
     right = query(seed=20)[0]
     wanted, _ = two_layers(policy)(right)
-    monkeypatch.setattr(offload, "fetch_ahead", spoiled)
+    monkeypatch.setattr(storage, "fetch_ahead", spoiled)
     got, _ = two_layers(policy)(right)
     np.testing.assert_array_equal(got[0], wanted[0])
     assert not np.array_equal(got[1][0], wanted[1][0])
@@ -126,7 +130,7 @@ def test_what_was_predicted_is_read_from_where_it_was_fetched_to(monkeypatch):
 
 def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monkeypatch):
     """By the right queries: of 8 positions, 3 of them sinks or recent, the best 2 of the others."""
-    from jspec.policies import offload
+    from jspec.cache import storage
 
     found = []
 
@@ -134,17 +138,18 @@ def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monk
         found.append((slots, settings["device_rows"]))
         return fetch_ahead(columns, slots, through, **settings)
 
-    fetch_ahead = offload.fetch_ahead
-    monkeypatch.setattr(offload, "fetch_ahead", watched)
+    fetch_ahead = storage.fetch_ahead
+    monkeypatch.setattr(storage, "fetch_ahead", watched)
     policy = HataOff(**SOME, dense_layers=1, predicted=0.6)
-    cache, (q, k, v) = offload.with_room_for_device_rows(cache_of(policy), policy), query(seed=20)
-    attend = selected_attend(
+    policy_params = arrays_of(policy, (SPEC, SPEC))
+    cache = with_room_for_device_rows(cache_of(policy), policy, policy_params)
+    q, k, v = query(seed=20)
+    attend = SelectedAttend(
         *(jnp.asarray(LENGTHS)[:, None], cache.lengths, 2),
         policy=policy,
-        policy_params=arrays_of(policy, (SPEC, SPEC)),
+        policy_params=policy_params,
     )
     attend(0, q, k, v, PassState(cache), next_queries=lambda: q)
-    policy_params = arrays_of(policy, (SPEC, SPEC))
     scores = np.asarray(policy.score(policy_params, 1, cache, q))
     ((slots, device_rows),) = found
     slots = np.asarray(slots)

@@ -169,7 +169,7 @@ def test_a_selection_serves_several_layers():
     params = SamplingParams(max_new_tokens=8)
     state = start_decoding(model, prompts((30, 7)), params, config)
     tokens, positions = state.last_token[:, None], state.cache.lengths[:, None]
-    run = jax.jit(run_selected, static_argnums=5, static_argnames=("policy", "backends"))
+    run = jax.jit(run_selected, static_argnums=5, static_argnames="policy")
     context_len = state.cache.lengths
     hidden, *_ = run(model, tokens, positions, state.cache, context_len, 1, policy=config.target)
     # Layer 0 is dense; 1 serves 3, 2 being windowed; 4 serves 5; 6 begins anew.

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from jspec.cache import LinearLayout
-from jspec.policies.attend import selected_attend
+from jspec.policies.attend import SelectedAttend
 from jspec.policies.magicpig import log_probability
 from tests.policies.common import (
     BATCH,
@@ -53,9 +53,7 @@ def test_a_query_reads_what_it_found_by_the_inverse_of_its_probability(junk):
     cache, policy_params = filled(policy, LinearLayout(CAPACITY), junk=junk), arrays_of(policy)
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
-    attend = selected_attend(
-        positions, cache.lengths, 3, policy=policy, policy_params=policy_params
-    )
+    attend = SelectedAttend(positions, cache.lengths, 3, policy=policy, policy_params=policy_params)
     out, after = jax.jit(lambda q, k, v, c: attend(0, q, k, v, c))(q, k, v, cache)
     found_by_one = 0
     for row, head in np.ndindex(BATCH, 4):
@@ -83,17 +81,18 @@ def test_each_key_counts_once_in_the_mean_over_projections():
     seeds = 1500
     policy = dataclasses.replace(WEIGHTED, budget=1.0, sinks=0, recent=0)
     (own,), cache = arrays_of(policy), filled(policy, LinearLayout(CAPACITY), [17])
-    q, chosen = query(1)[0], jnp.arange(17, dtype=jnp.int32)[None, None].repeat(2, axis=1)
-    keys = cache.keys(0)
+    q, keys = query(1)[0], cache.keys(0)
 
     @jax.jit
     @jax.vmap
     def weights(projections):
         policy_params = ({"center": own["center"], "projections": projections},)
-        again = cache.replaced(0, **policy.encode(policy_params, 0, keys))
-        found = policy.weigh(policy_params, 0, again, q, cache.lengths, chosen)
-        assert found is not None
-        return jnp.exp(found[0, 0])
+        again = cache.replaced(0, **policy.encoder(policy_params, 0)(keys, None))
+        selection = policy.select(policy_params, 0, again, q, cache.lengths)
+        assert selection.log_weights is not None
+        # Of the 17 positions in order; -1 where no query of the group found one.
+        is_left_out = jnp.repeat(selection.positions[0] < 0, 2, axis=0)
+        return jnp.where(is_left_out, 0, jnp.exp(selection.log_weights(q)[0, 0]))[:, :17]
 
     means = np.float64(weights(random(seeds, *own["projections"].shape, seed=1))).mean(axis=0)
     deviations = []

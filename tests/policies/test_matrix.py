@@ -14,7 +14,9 @@ from jspec.decode.draft import SelfDraft
 from jspec.decode.generation import generate
 from jspec.ops.attention.dense import attention
 from jspec.policies import POLICIES
-from jspec.policies.attend import Compact, compact_attend, dense_attend, selected_attend
+from jspec.policies.attend import SelectedAttend
+from jspec.policies.compact import Compact, CompactAttend
+from jspec.policies.dense import DenseAttend
 from jspec.policies.policy import create_cache
 from tests.decode.common import prompts, requests
 from tests.policies.common import (
@@ -72,15 +74,13 @@ def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(name, plain, sharp):
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy, policy_params, cache, q):
-    return policy.select(policy_params, 0, cache, q, cache.lengths)
+    return policy.select(policy_params, 0, cache, q, cache.lengths).positions
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend_selected(policy, policy_params, cache, q, k, v):
     positions = cache.lengths[:, None]
-    attend = selected_attend(
-        positions, cache.lengths, 3, policy=policy, policy_params=policy_params
-    )
+    attend = SelectedAttend(positions, cache.lengths, 3, policy=policy, policy_params=policy_params)
     return attend(0, q, k, v, cache)
 
 
@@ -130,10 +130,10 @@ def test_a_compact_copy_reads_what_the_cache_would():
 
     @jax.jit
     def both(cache, compact, positions, left, q, k, v):
-        attend = selected_attend(positions, LENGTHS, 3, policy=policy)
+        attend = SelectedAttend(positions, LENGTHS, 3, policy=policy)
         return (
             attend(0, q, k, v, cache),
-            compact_attend(positions, left)(0, q, k, v, compact),
+            CompactAttend(positions, left)(0, q, k, v, compact),
         )
 
     for step in range(3):
@@ -169,7 +169,7 @@ def test_sinks_and_a_projection_follow_their_formulae():
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
     sinks, up = random(4, seed=8), random(4, 4, 5, seed=9)
-    out, _ = dense_attend(positions)(0, q, k, v, cache, sinks=sinks, up=up)
+    out, _ = DenseAttend(positions)(0, q, k, v, cache, sinks=sinks, up=up)
 
     after = cache.append(0, positions, keys=k, values=v)
     for row, head in np.ndindex(BATCH, 4):

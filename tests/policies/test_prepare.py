@@ -17,8 +17,8 @@ from tests.decode.common import prompts
 class Kept(Policy):
     """Its arrays are the keys themselves."""
 
-    def prepare(self, specs, keys):
-        return keys
+    def prepare(self, model, sample_keys):
+        return sample_keys()
 
 
 @pytest.fixture(scope="module")

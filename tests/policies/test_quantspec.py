@@ -13,8 +13,9 @@ from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN, StepConfig
 from jspec.policies import QuantSpec
-from jspec.policies.attend import dense_attend, selected_attend
-from jspec.policies.policy import create_cache, encoded
+from jspec.policies.attend import SelectedAttend
+from jspec.policies.dense import DenseAttend
+from jspec.policies.policy import create_cache
 from jspec.policies.quantspec import from_4_bits, in_4_bits
 from tests.decode.common import prompts, requests
 from tests.policies.common import random
@@ -74,7 +75,7 @@ def filled(layout, lengths) -> tuple[Cache, np.ndarray, np.ndarray]:
     index = jnp.arange(size, dtype=jnp.int32)[None]
     context_len = jnp.asarray(lengths, jnp.int32)
     positions = jnp.where(index < context_len[:, None], index, -1)
-    more = encoded(POLICY, None, 0, k, v)
+    more = POLICY.encoder(None, 0)(k, v)
     cache = cache.replaced(0, **junk).append(0, positions, keys=k, values=v, **more)
     return cache.with_lengths(context_len), np.asarray(k), np.asarray(v)
 
@@ -89,7 +90,7 @@ def test_a_draft_reads_4_bits_and_its_own_tokens_as_they_are(layout):
     q = random(3, 2, 4, 8, seed=5)
     new_k, new_v = random(3, 2, 2, 8, seed=6), random(3, 2, 2, 4, seed=7)
     positions = context_len[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
-    attend = selected_attend(positions, context_len, 2, policy=POLICY)
+    attend = SelectedAttend(positions, context_len, 2, policy=POLICY)
     out, after = attend(0, q, new_k, new_v, cache)
     for row, length in enumerate(lengths):
         keys, values = (
@@ -106,7 +107,7 @@ def test_verification_reads_the_cache_as_it_is():
     cache, k, v = filled(LinearLayout(24), [20, 3, 0])
     q, new_k, new_v = random(3, 1, 4, 8), random(3, 1, 2, 8, seed=6), random(3, 1, 2, 4, seed=7)
     positions = cache.lengths[:, None]
-    out, after = dense_attend(positions, policy=POLICY)(0, q, new_k, new_v, cache)
+    out, after = DenseAttend(positions, policy=POLICY)(0, q, new_k, new_v, cache)
     keys, values = np.concatenate([k[0, :20], new_k[0]]), np.concatenate([v[0, :20], new_v[0]])
     np.testing.assert_allclose(out[0], attended(q[0], keys, values), rtol=1e-4, atol=1e-5)
     # The new token is kept in 4 bits too.
@@ -157,6 +158,6 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match="group=3 must be an even number of channels"):
         QuantSpec(group=3)
     with pytest.raises(ValueError, match="group=32 must divide the key size 8"):
-        QuantSpec().columns(SPEC)
+        QuantSpec().columns(0, SPEC)
     with pytest.raises(ValueError, match="this layer has them in its keys"):
-        POLICY.columns(LayerSpec(1, key_size=8, value_size=4, values_in_keys=True))
+        POLICY.columns(0, LayerSpec(1, key_size=8, value_size=4, values_in_keys=True))

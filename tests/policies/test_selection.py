@@ -29,7 +29,7 @@ EDGES = {
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy, policy_params, cache, q):
-    return policy.select(policy_params, 0, cache, q, cache.lengths)
+    return policy.select(policy_params, 0, cache, q, cache.lengths).positions
 
 
 def per_head(policy_params, head: int):
@@ -82,7 +82,7 @@ def test_a_needle_is_found_at_either_end(name, depth):
     sample = np.float64(random(64, 2, 8, seed=7)) + 0.5  # whose mean is MagicPIG's center
     needle = sample.mean(axis=0) + 10 * np.asarray(q[0, 0, ::2], np.float64)
     keys = cache.keys(0).at[0, place].set(jnp.asarray(needle, jnp.float32))
-    cache = cache.replaced(0, keys=keys, **policy.encode(policy_params, 0, keys))
+    cache = cache.replaced(0, keys=keys, **policy.encoder(policy_params, 0)(keys, None))
     cache = with_pages(
         *(policy, policy_params, cache, jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32)),
         max_new=CAPACITY,
@@ -125,7 +125,7 @@ def test_pages_are_refused_to_a_policy_that_keeps_others():
 def test_the_first_layers_are_read_whole():
     policy = dataclasses.replace(MATRIX["exact_topk"], dense_layers=1)
     cache = filled(policy, LinearLayout(CAPACITY))
-    assert policy.select(None, 0, cache, query()[0], cache.lengths) is None
+    assert policy.select(None, 0, cache, query()[0], cache.lengths).positions is None
 
 
 @pytest.mark.parametrize(

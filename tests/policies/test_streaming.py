@@ -16,8 +16,10 @@ from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN
 from jspec.policies import Streaming
-from jspec.policies.attend import Compact, accepting_qk_rope, compact_attend, run_selected
+from jspec.policies.attend import run_selected
+from jspec.policies.compact import Compact, CompactAttend
 from jspec.policies.prepare import prepare_params
+from jspec.typing import Attend
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 
@@ -34,7 +36,9 @@ def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
     cache = Cache.create([SPEC], [LinearLayout(CAPACITY)], 4, jnp.float32)
     lengths = [20, 11, 3, 0]
     context_len = jnp.asarray(lengths, jnp.int32)
-    selected = np.asarray(Streaming(sinks, window).select(None, 0, cache, None, context_len))
+    selected = np.asarray(
+        Streaming(sinks, window).select(None, 0, cache, None, context_len).positions
+    )
     assert selected.dtype == np.int32
     for row, length in enumerate(lengths):
         last = window
@@ -48,7 +52,9 @@ def test_a_ratio_reads_the_last_position_of_a_full_cache():
     """0.15 of 100 is 15 in float64 and a little more in float32."""
     spec = LayerSpec(kv_heads=1, key_size=4, value_size=4)
     cache = Cache.create([spec], [LinearLayout(100)], 1, jnp.float32)
-    chosen = Streaming(sinks=4, window=0.15).select(None, 0, cache, None, jnp.array([100]))
+    chosen = (
+        Streaming(sinks=4, window=0.15).select(None, 0, cache, None, jnp.array([100])).positions
+    )
     assert chosen is not None
     assert sorted(np.asarray(chosen)[0].tolist()) == [0, 1, 2, 3, *range(88, 100)]
 
@@ -99,8 +105,7 @@ def paper(model, prompt, new: int, sinks: int, window: int) -> list[int]:
         y = (x[..., :half] + 1j * x[..., half:]) * turns[layer][np.asarray(places)]
         return np.concatenate([y.real, y.imag], axis=-1)
 
-    @accepting_qk_rope
-    def attend(layer, q, k, v, cache, *, qk_rope):
+    def attended(layer, q, k, v, cache, *, qk_rope):
         kept[layer].append(np.float64(k[0, 0]))
         values[layer].append(np.float64(v[0, 0]))
         seen = range(len(kept[layer]))
@@ -116,10 +121,16 @@ def paper(model, prompt, new: int, sinks: int, window: int) -> list[int]:
             out[head] = weights / weights.sum() @ read
         return jnp.asarray(out[None, None], jnp.float32), cache
 
+    class Paper(Attend):
+        accepts_qk_rope = True
+
+        def __call__(self, *arguments, **settings):
+            return attended(*arguments, **settings)
+
     # A token at a time: passes of one shape.
     for at in range(len(prompt) + new - 1):
         position = jnp.full((1, 1), at, jnp.int32)
-        hidden, _ = model(jnp.full((1, 1), text[at], jnp.int32), position, attend, None)
+        hidden, _ = model(jnp.full((1, 1), text[at], jnp.int32), position, Paper(), None)
         if at + 1 == len(text):
             text.append(int(model.logits(hidden)[0, 0].argmax()))
     return text[len(prompt) :]
@@ -156,7 +167,7 @@ def test_a_draft_reads_what_the_model_itself_would_and_stays_lossless(families, 
     def both(state):
         tokens, context_len = state.last_token[:, None], state.cache.lengths
         compact = Compact.of(state.cache, POLICY, policy_params, spare=1)
-        got, _ = families(tokens, positions, compact_attend(positions, jnp.int32(1)), compact)
+        got, _ = families(tokens, positions, CompactAttend(positions, jnp.int32(1)), compact)
         wanted, *_ = run_selected(
             *(families, tokens, positions, state.cache, context_len, 1),
             policy=POLICY,

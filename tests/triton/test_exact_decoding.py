@@ -177,9 +177,7 @@ def test_every_drafter_leaves_the_bits_of_plain_decoding_on_a_gpu(
     draft, (texts, plain) = EVERY[name], alone
     other = bundled if draft.traits.needs_model else None
     config = StepConfig(0 if name == "plain" else gamma, draft, exact=True)
-    models = Models(bundled, other)
-    if config.cache_policy.needs_arrays:
-        models = models._replace(policy=prepare_params(config.cache_policy, bundled))
+    models = Models(bundled, other, prepare_params(config.cache_policy, bundled))
     found = decoded(models, texts[:batch], config, 48)
     for row in range(batch):
         assert_same(found, row, plain[row], 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jspec.dispatch import preferring
+from jspec.dispatch import use_backends
 from jspec.models.experts import MixtureOfExperts
 from jspec.ops.norm import RMS
 from jspec.ops.route import ROUTE, Routed, route_xla
@@ -96,7 +96,7 @@ def test_a_mixture_equals_that_of_the_references(experts, tokens, interpreted, m
         monkeypatch.setattr(each, "triton_call", interpreted)
         monkeypatch.setattr(each, "refuses_triton", lambda: None)
         monkeypatch.setattr(each, "differentiated_as", lambda reference, run: run)
-    with preferring(TRITON):
+    with use_backends(TRITON):
         got = made(x, norm)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -112,7 +112,7 @@ def test_a_mixture_is_four_launches_and_a_sum(case, monkeypatch):
     graph, state = nnx.split(made)
 
     def run(state, x, scale):
-        with preferring(TRITON):
+        with use_backends(TRITON):
             return nnx.merge(graph, state)(x, RMS(scale))
 
     half = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)

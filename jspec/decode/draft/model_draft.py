@@ -12,7 +12,7 @@ from jspec.decode.draft.autoregressive import autoregressive
 from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
-from jspec.policies.attend import dense_attend
+from jspec.policies.dense import DenseAttend
 from jspec.typing import Array, Model
 
 MAX_PADDING = 1024  # tokens; vocabularies that differ by more are not those of one tokenizer
@@ -67,7 +67,7 @@ class ModelDraft(Drafter):
         positions = begin[:, None] + jnp.arange(max_tokens, dtype=jnp.int32)[None]
         positions = jnp.where(positions < end[:, None], positions, -1)
         tokens = jnp.take_along_axis(tokens, jnp.maximum(positions, 0), axis=1)
-        _, cache = model(_known(tokens, model), positions, dense_attend(positions), drafter_state)
+        _, cache = model(_known(tokens, model), positions, DenseAttend(positions), drafter_state)
         return cache.with_lengths(end)
 
     def grow(self, drafter_state: Cache, capacity: int) -> Cache:
@@ -86,7 +86,7 @@ class ModelDraft(Drafter):
             pair = jnp.stack([previous, token], axis=1)
             where = jnp.stack([positions - 1, positions], axis=1)
             where = jnp.where(state.beyond(where), -1, where)
-            hidden, cache = model(_known(pair, model), where, dense_attend(where), cache)
+            hidden, cache = model(_known(pair, model), where, DenseAttend(where), cache)
             logits = model.logits(hidden[:, 1:])[:, 0]
             return _of_vocabulary(logits, models.target.config.vocab_size), (token, cache)
 

@@ -16,7 +16,8 @@ from jspec.decode.state import DecodeState, Models, vocabulary_axes
 from jspec.models.quantized import quantized_copy
 from jspec.ops.quantized import KINDS
 from jspec.policies import Guided, Policy, Streaming
-from jspec.policies.attend import Compact, compact_attend, run_selected
+from jspec.policies.attend import run_selected
+from jspec.policies.compact import Compact, CompactAttend
 from jspec.typing import Array, Model
 
 
@@ -166,7 +167,7 @@ class SelfDraft(SparseDrafter):
         compact = Compact.of(state.cache, self.policy, models.policy, spare=gamma)
 
         def advance(step, token, positions, compact):
-            attend = compact_attend(positions[:, None], gamma - step)
+            attend = CompactAttend(positions[:, None], gamma - step)
             hidden, compact = model(token[:, None], positions[:, None], attend, compact)
             return model.logits(hidden)[:, 0], compact
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.dispatch import preferring
-from jspec.ops.append import APPEND_ENCODE
+from jspec.dispatch import use_backends
 from jspec.ops.attention.hashed import HASH_ATTENTION, PARTS, hash_attention
 from jspec.ops.hash_selection import HASH_SELECT
 from tests.ops.backends import every_backend, every_case
@@ -204,23 +203,23 @@ def test_what_is_left_out_has_its_default(backend):
         np.testing.assert_array_equal(got, wanted[name])
 
 
-def test_parts_one_by_one_take_the_backends_that_are_preferred(monkeypatch):
-    seen = []
-    for operation in (APPEND_ENCODE, HASH_SELECT):
-        choose = operation.choose
+@pytest.mark.parametrize("name", ["xla", "two_steps"])
+def test_parts_one_by_one_run_by_the_named_backends(name, monkeypatch):
+    chosen = []
+    choose = HASH_SELECT.choose
 
-        def chosen(implementation, *args, choose=choose, **static):
-            seen.append(implementation)
-            return choose(implementation, *args, **static)
+    def watched(*args, **static):
+        chosen.append(choose(*args, **static))
+        return chosen[-1]
 
-        monkeypatch.setitem(operation.__dict__, "choose", chosen)
+    monkeypatch.setitem(HASH_SELECT.__dict__, "choose", watched)
     case = HASH_ATTENTION.cases()[0]
-    with preferring({"hash_select": "two_steps"}):
+    with use_backends({"hash_select": name}):
         jax.eval_shape(
             functools.partial(HASH_ATTENTION, **case.static, implementation="one_by_one"),
             *case.arguments,
         )
-    assert seen == [None, "two_steps"]
+    assert [backend.name for backend in chosen] == [name]
     assert {"rotate_append_encode", "hash_select"} <= set(PARTS)
 
 
