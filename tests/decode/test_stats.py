@@ -6,6 +6,7 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.decode.generation import generate
 from jspec.decode.stats import PositionRate, Stats, Tally, clip_records
+from tests.conftest import make_decoder
 from tests.decode.common import DRAFT_LIMITS, NEW, NGRAM, STREAMING, prompts
 from tests.decode.test_draft import lookup
 
@@ -114,20 +115,22 @@ def test_a_row_that_ends_within_a_chunk_counts_what_it_keeps():
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
-def test_an_end_that_the_caller_finds_counts_as_a_stop_token_there(chunk, sharp):
+def test_an_end_that_the_caller_finds_counts_as_a_stop_token_there(chunk):
     """The same texts end at the same tokens: by stop tokens in the step, or after a chunk by the
     caller, who sees tokens that come after. No count tells the two apart."""
-    texts, own = prompts(), SamplingParams(max_new_tokens=40)
-    truth = generate(sharp, texts, own, draft=None).tokens
+    # Two layers: the text of one accepts no draft before its first token that repeats.
+    model = make_decoder(seed=1, embedding=400.0, head=4.0)
+    texts, free = prompts(), SamplingParams(max_new_tokens=40)
+    truth = generate(model, texts, free, draft=None).tokens
     stops = [tokens[3 * row] for row, tokens in enumerate(truth)]
     params = [SamplingParams(max_new_tokens=40, stop_tokens=(stop,)) for stop in stops]
     settings = {"draft": NGRAM, "gamma": 6}
-    expected = generate(sharp, texts, params, **settings)
+    expected = generate(model, texts, params, **settings)
 
     def on_tokens(row, tokens):
         return tokens.index(stops[row]) + 1 if stops[row] in tokens else None
 
-    got = generate(sharp, texts, own, **settings, steps_per_chunk=chunk, on_tokens=on_tokens)
+    got = generate(model, texts, free, **settings, steps_per_chunk=chunk, on_tokens=on_tokens)
     assert got.tokens == expected.tokens
     assert got.finished == expected.finished == ("stop",) * 8
     counts = "steps drafted accepted committed acceptance_by_position".split()
