@@ -76,7 +76,9 @@ def tune(folder: Path, path: Path) -> None:
     for operation in operations():
         points = points_of(rows, operation)
         if points:
-            orders[operation.name] = _better(operation, points, orders[operation.name])
+            unmeasured = [Rule({}, list(operation.default_order))]
+            before = orders.get(operation.name, unmeasured)
+            orders[operation.name] = _better(operation, points, before)
     # Sampling sums the same weights as stochastic verification, whose rules only use its sizes.
     orders[SAMPLE.name] = orders[VERIFY_STOCHASTIC.name]
     path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
@@ -189,7 +191,7 @@ def _best_order(points: Sequence[Point], operation: Operation) -> list[str]:
 def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:
     """The cost of these rules' orders at each point."""
     table = Table("", "", (0, 0), True, {"": rules}, {})
-    return [point.cost(table.order("", point.sizes)) for point in points]
+    return [point.cost(table.order("", point.sizes) or ()) for point in points]
 
 
 def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
@@ -206,7 +208,7 @@ def _base(path: Path, device: str, capability: str | None) -> Table:
             raise ValueError(f"{path} is for {base.gpu}, and the results are of {device}")
         return base
     if device == tuned.CPU:
-        orders = {x.name: [Rule({}, list(x.elsewhere))] for x in operations()}
+        orders = {x.name: [Rule({}, list(x.default_order))] for x in operations()}
         return Table(path.stem, device, None, True, orders, {})
     if capability is None:
         raise ValueError(

@@ -132,14 +132,14 @@ class Operation:
         sizes: called with the operation's arguments; returns the sizes, by name, by which
             `jspec.tuned` orders the backends on NVIDIA GPUs and CPUs.
         cases: returns the cases, whose names differ.
-        elsewhere: the order of backends on other devices.
+        default_order: the order of backends on other devices, and where a table has none.
     """
 
     name: str
     backends: Mapping[str, Backend | str]
     sizes: Callable[..., Mapping[str, int]]
     cases: Callable[[], Sequence[Case]]
-    elsewhere: Sequence[str] = ("xla",)
+    default_order: Sequence[str] = ("xla",)
 
     def backend(self, name: str) -> Backend:
         """The backend ``name``."""
@@ -167,10 +167,12 @@ class Operation:
     def order(self, *args: Any, **kwargs: Any) -> Sequence[str]:
         """The backends to try on this device for these arguments, from best to worst."""
         if jax.default_backend() != "cpu" and gpu_in_use() is None:
-            return self.elsewhere
+            return self.default_order
+        measured = tuned.order(self.name, self.sizes(*args, **kwargs))
+        if measured is None:
+            return self.default_order
         # An operation may have fewer backends than the table, as in tests.
-        backend_order = tuned.order(self.name, self.sizes(*args, **kwargs))
-        return [name for name in backend_order if name in self.backends]
+        return [name for name in measured if name in self.backends]
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
         """The backend ``implementation``, or the best one that can run with these arguments.

@@ -23,7 +23,7 @@ def backend(name: str, reason: str | None = None) -> Backend:
 def operation(*backends: Backend, order: str | None = None) -> Operation:
     names = order.split() if order is not None else [b.name for b in backends]
     table = {b.name: b for b in backends}
-    return Operation("toy", table, lambda *args, **kw: {}, list, elsewhere=names)
+    return Operation("toy", table, lambda *args, **kw: {}, list, default_order=names)
 
 
 def test_the_first_that_does_not_refuse_runs():
@@ -49,9 +49,11 @@ def test_the_table_orders_by_the_sizes_of_the_arguments(platform, monkeypatch):
         {"a": backend("a"), "b": backend("b")},
         lambda x, scale: {"size": x * scale},
         list,
-        elsewhere=("c",),
+        default_order=("c",),
     )
     assert [toy(x, scale=2)[0] for x in (3, 4)] == ["b", "a"]
+    unmeasured = Operation("other", toy.backends, toy.sizes, list, default_order=("b",))
+    assert unmeasured(3, scale=2)[0] == "b"
 
 
 def test_a_backend_gets_the_arguments_without_the_choice():

@@ -183,5 +183,5 @@ LINEAR_CHAIN = Operation(
     },
     chain_sizes,
     _cases,
-    elsewhere=("one_by_one",),
+    default_order=("one_by_one",),
 )

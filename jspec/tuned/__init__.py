@@ -5,7 +5,8 @@ The fields of a file:
 - ``gpu``: the device kind as JAX names it.
 - ``compute_capability``: such as "9.0", null for CPUs.
 - ``measured``: whether the orders were measured on that device.
-- ``orders``: for each operation, rules that take a list of backends, best first.
+- ``orders``: by operation, rules that take a list of backends, best first. An operation without
+  rules takes its `jspec.dispatch.Operation.default_order`.
 - ``blocks``: for each operation and backend, rules that take block sizes by name, none for CPUs;
   also for the ``exchange`` of Helix, the chunks by its ``rows``.
 
@@ -35,7 +36,7 @@ FIELDS = ("gpu", "compute_capability", "measured", "orders", "blocks")
 
 
 class TableError(ValueError):
-    """A table that cannot be read, or that has no entry for an operation or a backend."""
+    """A table that cannot be read, or that has no block sizes for a backend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Table:
     orders: Mapping[str, Sequence[Rule]]
     blocks: Mapping[str, Mapping[str, Sequence[Rule]]]
 
-    def order(self, operation: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Backends of ``operation`` for arguments of these sizes, best first."""
+    def order(self, operation: str, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+        """Backends of ``operation`` for these sizes, best first; None if not measured."""
         if operation not in self.orders:
-            raise TableError(f"{self.name}.json has no order of backends for {operation}")
+            return None
         return tuple(self._take(self.orders[operation], operation, sizes))
 
     def block(self, operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -91,8 +92,8 @@ class Serving:
     guess: str | None
 
 
-def order(operation: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The order of backends on the GPU in use, or on a CPU."""
+def order(operation: str, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The order of backends on the GPU in use, or on a CPU; None if not measured."""
     return serving(gpu_in_use()).table.order(operation, sizes)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from jspec import tuned
 from jspec.ops import operations
+from jspec.tuned import Rule
 
 OPERATIONS = {operation.name: operation for operation in operations()}
 over_tables = pytest.mark.parametrize("table", tuned.tables().values(), ids=tuned.tables())
@@ -27,9 +28,14 @@ def kinds(operation) -> tuple[set[str], set[str]]:
 
 
 @over_tables
+def test_every_order_is_of_an_operation(table):
+    assert set(table.orders) <= set(OPERATIONS)
+
+
+@over_tables
 @over_operations
 def test_every_order_names_backends_by_sizes_that_there_are(operation, table):
-    for rule in table.orders[operation.name]:
+    for rule in table.orders.get(operation.name, ()):
         assert set(rule.take) <= set(operation.backends)
         assert set(rule.up_to) <= set(sizes(operation))
 
@@ -37,7 +43,8 @@ def test_every_order_names_backends_by_sizes_that_there_are(operation, table):
 @over_tables
 @over_operations
 def test_the_last_choice_never_refuses(operation, table):
-    for rule in table.orders[operation.name]:
+    default = Rule({}, operation.default_order)
+    for rule in [*table.orders.get(operation.name, ()), default]:
         last = operation.backend(rule.take[-1])
         for case in operation.cases():
             assert last.supports(*case.arguments, **case.static) is None, case.name

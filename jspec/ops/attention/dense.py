@@ -231,7 +231,7 @@ ATTENTION = Operation(
     },
     attention_sizes,
     _cases,
-    elsewhere=("xla_blocked", "xla"),
+    default_order=("xla_blocked", "xla"),
 )
 
 

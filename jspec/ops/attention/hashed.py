@@ -250,5 +250,5 @@ HASH_ATTENTION = Operation(
     },
     hash_attention_sizes,
     _cases,
-    elsewhere=("one_by_one",),
+    default_order=("one_by_one",),
 )
