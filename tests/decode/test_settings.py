@@ -13,6 +13,7 @@ from jspec.decode.draft import (
     SuffixDraft,
     named_draft,
 )
+from jspec.decode.draft.named import names
 from jspec.decode.settings import PLAIN, StepConfig
 from jspec.dispatch import Backends
 from jspec.policies import Dense, Streaming
@@ -97,7 +98,7 @@ def test_a_drafter_is_found_by_name(text, expected):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("oracle", "draft 'oracle' is unknown; choose one of none, ngram, suffix, model, dense, "),
+        ("oracle", f"draft 'oracle' is unknown; choose one of {', '.join(names())}"),
         ("", "draft '' is unknown"),
         (
             "ngram:length=3",
