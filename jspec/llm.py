@@ -220,7 +220,8 @@ class LLM:
             ids = self.encode_chat(prompt, **settings)
         pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         closed = threading.Event()
-        row, asked = self._row(_texts(stop)), with_stops(params, _texts(stop), self.tokenizer)
+        row = self._row(_texts(stop))
+        params = with_stops(params, _texts(stop), self.tokenizer)
 
         def on_tokens(_: int, tokens: tuple[int, ...]) -> int | None:
             text, end = row.take(tokens)
@@ -229,7 +230,7 @@ class LLM:
 
         def decode() -> None:
             try:
-                generate(self.model, [ids], asked, on_tokens=on_tokens, **self._settings)
+                generate(self.model, [ids], params, on_tokens=on_tokens, **self._settings)
                 pieces.put(row.close())
                 pieces.put(None)
             except BaseException as error:  # raised again where the text is read
@@ -266,7 +267,7 @@ class LLM:
             raise ValueError(f"n={shown(n)} must be a whole number, at least 1")
         stop = _texts(stop)
         # `one_each` gives every prompt a seed; its other answers take the seeds that follow.
-        asked = [
+        params = [
             dataclasses.replace(p, seed=(p.seed + sample) % 2**32)
             for p in one_each(params, len(prompts))
             if p.seed is not None
@@ -276,30 +277,32 @@ class LLM:
         completions: list[Completion] = []
         for begin in range(0, len(ids), self._batch):
             part = slice(begin, begin + self._batch)
-            completions += self._answer(ids[part], asked[part], stop, logprobs)
+            completions += self._answer(ids[part], params[part], stop, logprobs)
         return completions
 
     def _answer(self, prompts, params, stop, logprobs) -> list[Completion]:
         """Completions of one batch."""
         rows = [self._row(stop) for _ in prompts]
-        asked = [with_stops(p, stop, self.tokenizer) for p in params]
+        params = [with_stops(p, stop, self.tokenizer) for p in params]
 
         def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
             return rows[row].take(tokens)[1]
 
-        got = generate(self.model, prompts, asked, on_tokens=on_tokens, **self._settings)
+        output = generate(self.model, prompts, params, on_tokens=on_tokens, **self._settings)
         for row in rows:
             row.close()
         marks: list[np.ndarray | None] = [None] * len(prompts)
         if logprobs:
-            whole = [[*prompt, *tokens] for prompt, tokens in zip(prompts, got.tokens, strict=True)]
+            whole = [
+                [*prompt, *tokens] for prompt, tokens in zip(prompts, output.tokens, strict=True)
+            ]
             named = {name: self._settings[name] for name in ("backends", "exact")}
             scores = score_tokens(self.model, whole, **named)
-            marks = [s[-len(t) :] for s, t in zip(scores, got.tokens, strict=True)]
+            marks = [s[-len(t) :] for s, t in zip(scores, output.tokens, strict=True)]
         return [
             Completion(row.text, tokens, "stop" if row.stopped else why, seed, mark)
             for row, tokens, why, seed, mark in zip(
-                rows, got.tokens, got.finished, got.seeds, marks, strict=True
+                rows, output.tokens, output.finished, output.seeds, marks, strict=True
             )
         ]
 

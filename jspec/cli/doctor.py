@@ -43,14 +43,14 @@ class Finding:
     Attributes:
         what: what was checked.
         works: whether it works.
-        seen: details, such as a version or an error.
+        detail: details, such as a version or an error.
         advice: what to do if it does not work.
         seconds: duration of the check.
     """
 
     what: str
     works: bool
-    seen: str
+    detail: str
     advice: str = ""
     seconds: float = 0.0
 
@@ -121,7 +121,7 @@ def _show(shows: Console, finding: Finding) -> None:
     table.add_column(overflow="fold")  # a path is shown whole
     took = f", {finding.seconds:.1f} s" if finding.seconds >= 0.05 else ""
     mark = "ok" if finding.works else "--"
-    table.add_row(mark, *map(escape, (finding.what, finding.seen + took)))
+    table.add_row(mark, *map(escape, (finding.what, finding.detail + took)))
     shows.print(table)
     if finding.advice:
         shows.print(f"    to do: {escape(finding.advice)}", soft_wrap=True)

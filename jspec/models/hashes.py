@@ -45,13 +45,13 @@ def check_hashes(hashes: Hashes, specs: Sequence[LayerSpec]) -> None:
             )
 
 
-def save_hashes(hashes: Hashes, path: str | os.PathLike, made: Mapping[str, Any]) -> None:
+def save_hashes(hashes: Hashes, path: str | os.PathLike, training: Mapping[str, Any]) -> None:
     """Write ``hashes`` as float16 to a new directory, which appears complete or not at all.
 
     Args:
         hashes: ``[K, H, R]`` of each layer, None for a layer without hashes.
         path: the directory, which must not exist.
-        made: how they were learned, stored as JSON.
+        training: how they were learned, stored as JSON.
 
     Raises:
         CheckpointError: ``path`` exists or cannot be written.
@@ -64,7 +64,7 @@ def save_hashes(hashes: Hashes, path: str | os.PathLike, made: Mapping[str, Any]
     if len(bits) != 1:
         raise ValueError(f"hashes of {sorted(bits)} bits must all have as many, and be some")
     layers = [None if w is None else list(w.shape[:2]) for w in hashes]
-    settings = {"format": FORMAT, "bits": bits.pop(), "layers": layers, "made": dict(made)}
+    settings = {"format": FORMAT, "bits": bits.pop(), "layers": layers, "made": dict(training)}
     arrays = {
         _name(layer): np.asarray(w).astype(STORED)
         for layer, w in enumerate(hashes)

@@ -347,8 +347,8 @@ def _write(job: Job, learned_layers: list[Layer], report: dict[str, Any]) -> Non
     hashes: list[Any] = [None] * len(job.model.config.layers)
     for layer, learned in zip(job.layers, learned_layers, strict=True):
         hashes[layer] = learned.weights[job.settings.variant]
-    made = {"pairs": report["pairs"], "settings": job.settings.used}
-    save_hashes(tuple(hashes), done, made)
+    training = {"pairs": report["pairs"], "settings": job.settings.used}
+    save_hashes(tuple(hashes), done, training)
     (done / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     curves = {v: [_curve(learned.loss[v]) for learned in learned_layers] for v in job.variants}
     (done / "curve.json").write_text(json.dumps(curves) + "\n")

@@ -44,7 +44,7 @@ def test_doctor_json(names, capsys, monkeypatch):
     assert result["bundled model"]["works"]
     # That a backend does not run here is no reason to do anything.
     assert {f["what"] for f in report["findings"] if f["advice"]} <= {"jax-triton", "GPU", "Python"}
-    assert not [f["what"] for f in report["findings"] if "differs" in f["seen"]]
+    assert not [f["what"] for f in report["findings"] if "differs" in f["detail"]]
 
     assert result["pack, xla"]["works"]
     assert {"verify_greedy, cuda", "verify_stochastic, cuda", "sample, cuda"} <= set(result)
@@ -65,8 +65,8 @@ def test_doctor_names_a_backend_that_refuses_or_is_wrong(capsys, monkeypatch):
     toy = dataclasses.replace(PACK, backends=backends)
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: (toy,))
     result = findings(capsys)
-    assert result["pack, wrong"]["seen"] == "all-accepted: differs from what it must give"
-    assert result["pack, refuses"]["seen"] == "needs a better machine"
+    assert result["pack, wrong"]["detail"] == "all-accepted: differs from what it must give"
+    assert result["pack, refuses"]["detail"] == "needs a better machine"
     assert result["pack, refuses"]["advice"] == ""
 
 
@@ -89,10 +89,10 @@ def test_a_backend_is_tried_on_the_cases_that_it_takes(capsys, monkeypatch):
     toy = dataclasses.replace(ATTENTION, name="toy", backends=backends)
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: (toy,))
     result = findings(capsys)
-    assert result["toy, xla"]["seen"] == "right"
+    assert result["toy, xla"]["detail"] == "right"
     assert result["toy, half"]["works"]
-    assert result["toy, half"]["seen"] == "right; refuses some cases: q is float32"
-    assert result["toy, off"]["seen"] == "channels-64: differs from what it must give"
+    assert result["toy, half"]["detail"] == "right; refuses some cases: q is float32"
+    assert result["toy, off"]["detail"] == "channels-64: differs from what it must give"
 
 
 def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monkeypatch):
@@ -112,7 +112,7 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
         toy = dataclasses.replace(ATTENTION, name="toy", backends={"near": off(by)})
         monkeypatch.setattr("jspec.cli.doctor.operations", lambda toy=toy: (toy,))
         # A backend that never refuses is one that decoding needs.
-        assert findings(capsys, code)["toy, near"]["seen"].startswith(observed)
+        assert findings(capsys, code)["toy, near"]["detail"].startswith(observed)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, seen, cap
     monkeypatch.setattr("jspec.cli.doctor.gpu_in_use", lambda: gpu)
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: ())
     result = findings(capsys)["tuning"]
-    assert result["seen"] == seen
+    assert result["detail"] == seen
     assert bool(result["advice"]) == seen.count("a guess")
 
 
@@ -223,12 +223,12 @@ def test_a_terminal_sees_what_is_looked_at(monkeypatch):
 def test_on_a_gpu_doctor_says_how_often_the_cache_is_held(monkeypatch):
     result = doctor._cache()  # a CPU has no kernel of ours for attention
     observed = "held twice by batches of two rows and more: attention runs by xla"
-    assert result.seen.removesuffix("_blocked") == observed
+    assert result.detail.removesuffix("_blocked") == observed
     assert result.advice == install_gpu("cuda13")
     ours = dataclasses.replace(ATTENTION, backends={"triton": Backend("triton", print, always)})
     monkeypatch.setattr(type(ours), "order", lambda self, *args, **kwargs: ["triton"])
     monkeypatch.setattr(doctor, "ATTENTION", ours)
-    assert doctor._cache().seen == "held once: attention runs by triton"
+    assert doctor._cache().detail == "held once: attention runs by triton"
     assert "cache" not in dict(doctor._checks())
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert "cache" in dict(doctor._checks())

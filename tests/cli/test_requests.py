@@ -287,7 +287,7 @@ def any_line(rng: random.Random) -> bytes:
     "count", [4_000, pytest.param(200_000, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_any_line_is_served_or_refused_in_one_line(count):
-    """Nothing but the line itself decides: the good one behind it is always served."""
+    """Nothing but the line itself decides: the good one after it is always served."""
     rng, good = random.Random(count), json.dumps({"prompt": "good"}).encode()
     lines = [any_line(rng) for _ in range(count)]
     raw = b"\n".join(line + b"\n" + good for line in lines)

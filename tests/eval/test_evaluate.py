@@ -139,7 +139,7 @@ def test_policies_draft_where_that_is_asked_for(monkeypatch, tokenizer, model):
     score = evaluate(model, tokenizer, Quest(), questions, length=LENGTH, drafts=True)
     assert calls[0][1]["draft"] == SelfDraft(Quest())
     assert "target" not in calls[0][1]
-    # An answer without end is cut behind its room.
+    # An answer without end is cut after its room.
     assert len(score.answers[0]) == questions[0].room
 
 

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: settings of the hub's files, the language model beside images, and refusals."""
+"""Gemma 2 and 3: settings of the hub's files, the language model without images, and refusals."""
 
 import dataclasses
 import json

@@ -84,7 +84,7 @@ def test_the_chat_template_names_tokens_of_the_file(tmp_path):
 
 
 def test_a_tokenizer_that_is_not_read(tmp_path):
-    """One beside the file serves; it does not where the file's own is read."""
+    """One next to the file serves; it does not where the file's own is read."""
     for fields, reason in (
         ({"pre": "new"}, "tokenizer.ggml.pre='new' is unknown to jspec; put the model's token"),
         ({"model": "t5"}, "tokenizer.ggml.model='t5' is a kind of tokenizer that jspec does not"),

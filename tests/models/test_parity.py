@@ -209,7 +209,7 @@ def test_the_language_model_of_gemma_3_with_images(tmp_path):
     import torch
     import transformers
 
-    # transformers leaves the cap of logits out beside images; Google's models have none.
+    # transformers leaves the cap of logits out where there are images; Google's models have none.
     sizes = {**goldens.SIZES, **goldens.GEMMA3, "final_logit_softcapping": None}
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     small |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}

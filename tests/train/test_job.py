@@ -50,7 +50,7 @@ def test_a_run_writes_hashes_loss_and_report_and_nothing_else(job):
 
 
 def test_a_run_goes_on_where_it_was_stopped(job, monkeypatch):
-    """Stopped in the second text and again at the second layer; the rest is not done anew."""
+    """Stopped in the second text and again at the second layer; the rest is not done again."""
     wanted = dataclasses.replace(job, out=job.out.with_name("whole"))
     run(wanted)
     done = {"prefill": 0, "learn": 0}
