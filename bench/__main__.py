@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(describe(), indent=2))
         return 0
     if asked.suite == "report":
-        _check_plot(parser)
+        if find_spec("matplotlib") is None:
+            parser.error("figures need matplotlib: pip install '.[bench]'")
         from bench import report
 
         report.write(page=report.README)
@@ -122,9 +123,6 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
-    if asked.plot:
-        _check_plot(parser)
-        _check_writable(parser, "--plot", [asked.plot / "figure"])
     good = True
     for name in names:
         try:
@@ -196,28 +194,17 @@ def _check_writable(parser: argparse.ArgumentParser, option: str, paths: Sequenc
             parser.error(f"{option} cannot write {path}: {error}")
 
 
-def _check_plot(parser: argparse.ArgumentParser) -> None:
-    """Exit with an error if figures cannot be drawn."""
-    if find_spec("matplotlib") is None:
-        parser.error("figures need matplotlib: pip install '.[bench]'")
-
-
 def _output(
     result: dict[str, Any], earlier: dict[str, Any] | None, asked: argparse.Namespace
 ) -> None:
-    """Compare, show, save and plot a result, as requested."""
+    """Compare, show and save a result, as requested."""
     name = result["suite"]
     if earlier is not None:
-        met = SUITES[name].compare(result, earlier)
-        console().print(f"{met} rows compared with that of {earlier['machine']['date']}")
+        count = SUITES[name].compare(result, earlier)
+        console().print(f"{count} rows compared with that of {earlier['machine']['date']}")
     SUITES[name].show(result)
     if asked.json:
         _save(_file(asked.json, name, asked), result, [json.dumps(row) for row in result["rows"]])
-    if asked.plot:
-        from bench.report import figures
-
-        for path in figures.write(result, asked.plot):
-            console().print(f"wrote {path}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -256,7 +243,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="F", type=Path, help="write the result; `all`: a folder")
     parser.add_argument("--resume", action="store_true", help="real: continue the result of --json")
-    parser.add_argument("--plot", metavar="DIR", type=Path, help="write the suite's figures")
     parser.add_argument(
         "--compare", metavar="F", type=Path, help="an earlier --json; `all`: its folder"
     )
@@ -327,9 +313,9 @@ def _run(name: str, settings: Settings, path: Path | None) -> dict[str, Any]:
     """
     begin = time.perf_counter()
     result = {"suite": name, "machine": describe(), "quick": settings.quick}
-    result |= SUITES[name].run(settings)
     rows, lines = [], []
     try:
+        result |= SUITES[name].run(settings)
         for row in result["rows"]:
             rows.append(row)
             if path is not None:

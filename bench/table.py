@@ -15,7 +15,7 @@ from bench.point import Row, best_clock, spread
 from bench.settings import console
 
 SLOTS = ("S", "n")  # sizes that tables show in K
-COPYING = ("pack", "verify_and_pack")  # operations whose bytes are held against the copy ceiling
+COPYING = ("pack", "verify_and_pack")  # operations whose bytes are compared with the copy ceiling
 # Fields of a row that are no columns of their own.
 KNOWN = ("operation", "case", "name", "checked", "reason", "backend", "chosen", "bytes", "ratio")
 FOOT = (
@@ -213,13 +213,13 @@ def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
     Rows are matched by operation, case and name, and compared on the best clock that both have.
     """
     before = {(*_where(r), r["name"]): r for r in earlier["rows"]}
-    met = 0
+    count = 0
     for row in result["rows"]:
         other = before.get((*_where(row), row["name"]), {})
         for clock in ("device", "wall", "step"):
             now, then = spread(row, clock), spread(other, clock)
             if now and then:
                 row["ratio"] = then.median / now.median
-                met += 1
+                count += 1
                 break
-    return met
+    return count

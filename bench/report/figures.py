@@ -48,14 +48,6 @@ class Drawing:
     words: str
 
 
-def write(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw the figure of a result's suite into ``folder``; the paths of what was drawn."""
-    if result["suite"] not in FIGURES:
-        return []
-    path = folder / f"{FIGURES[result['suite']].name}.png"
-    return [path] if draw(result, path) else []
-
-
 def draw(result: dict[str, Any], path: Path) -> bool:
     """Draw the figure of a result's suite; whether its rows have what it shows."""
     import matplotlib as mpl

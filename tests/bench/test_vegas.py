@@ -81,6 +81,8 @@ def test_a_drafter_is_run_by_its_name():
     assert configs["none"].gamma == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ["vegas-accept", "vegas-overlap"])
 def test_a_quick_run(suite, capsys):
     assert main([suite, "--quick"]) == 0
     assert capsys.readouterr().out
