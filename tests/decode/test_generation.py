@@ -10,7 +10,7 @@ from jspec.config import SamplingParams
 from jspec.decode.generation import Interrupted, generate
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.programs import Programs
-from tests.conftest import TINY, make_decoder
+from tests.conftest import ONE_LAYER, make_decoder
 from tests.decode.common import NGRAM, STREAMING, prompts
 
 TWELVE = SamplingParams(max_new_tokens=12)
@@ -176,7 +176,7 @@ def test_a_stop_token_at_the_limit_is_a_stop(sharp, texts):
 def test_stop_tokens_of_a_request_count_beside_those_of_the_model(texts):
     """Neither takes the place of the other, whichever comes first in the text."""
     own, asked = texts[1][2], texts[0][3]
-    config = dataclasses.replace(TINY, stop_tokens=(own,))
+    config = dataclasses.replace(ONE_LAYER, stop_tokens=(own,))
     model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
     params = SamplingParams(max_new_tokens=12, stop_tokens=(asked,))
     got = generate(model, prompts()[:4], params, draft=STREAMING)
@@ -192,7 +192,7 @@ def test_a_request_may_ignore_the_models_stop_tokens_but_not_its_own(texts):
     assert own not in texts[0][:3]
     assert asked not in texts[0][:5]
     assert 40 not in texts[0]
-    config = dataclasses.replace(TINY, stop_tokens=(own, 40))
+    config = dataclasses.replace(ONE_LAYER, stop_tokens=(own, 40))
     model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
     on = dataclasses.replace(TWELVE, ignore_eos=True)
     params = [TWELVE, on, dataclasses.replace(on, stop_tokens=(asked,)), on]
