@@ -37,6 +37,14 @@ class HostStorage:
     prefetch_share: float = 0.75
     reuse: bool = True
 
+    def __post_init__(self) -> None:
+        if self.first_layer < 0:
+            raise ValueError(f"first_layer={self.first_layer} must be at least 0")
+        if not 0 <= self.prefetch_share <= 1:
+            raise ValueError(
+                f"prefetch_share={self.prefetch_share} must be a share of the budget in [0, 1]"
+            )
+
     def layers(self, specs: Sequence[LayerSpec]) -> tuple[int, ...]:
         """The layers in host memory."""
         return tuple(

@@ -94,11 +94,10 @@ class Attention(nnx.Module):
         more: dict[str, Any] = {}
         if self.sinks is not None:
             more["sinks"] = self.sinks[...].astype(jnp.float32)
-        if getattr(attend, "accepts_qk_rope", False):
-            rotating: Any = attend  # it takes more than `Attend` says
+        if getattr(attend, "accepts_qk_rope", False):  # a plain function does not
             if next_queries is not None:
                 more["next_queries"] = next_queries
-            out, cache = rotating(layer, q, k, v, cache, qk_rope=qk_rope, **more)
+            out, cache = attend(layer, q, k, v, cache, qk_rope=qk_rope, **more)
         else:
             out, cache = attend(layer, *qk_rope(q, k), v, cache, **more)
         return out.reshape(*out.shape[:2], -1), cache

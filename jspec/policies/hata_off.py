@@ -10,7 +10,7 @@ from jspec.policies.hata import Hata
 
 @dataclasses.dataclass(frozen=True)
 class HataOff(Hata):
-    """HATA whose layers that select keep keys and values in the host's memory, codes on the device.
+    """`Hata` with `HostStorage` from the first layer that selects; codes are on the device.
 
     It reads what `Hata` of the same settings reads, bit for bit. What a layer will read is
     predicted from the input of the layer before. The ``predicted`` share of the budget, that of the

@@ -10,10 +10,10 @@ import pytest
 
 from jspec.cache import LinearLayout, StripedLayout
 from jspec.dispatch import Backends, named_backend, use_backends
-from jspec.ops.append import QKRope
+from jspec.ops.append import QKRope, rotate_append_encode
 from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.norm import RMS
-from jspec.policies import Hata, HataOff
+from jspec.policies import Hata, HataOff, append
 from jspec.policies import hata as module
 from jspec.policies.attend import SelectedAttend
 from jspec.policies.pass_state import PassState
@@ -241,6 +241,20 @@ def test_a_device_that_has_a_part_of_the_rows_reads_it_apart(usual, calls):
     cache = dataclasses.replace(cache_of(POLICY), shards=Alone())
     assert_same(attended(POLICY, AT["first"], cache=cache)[0], usual[0])
     assert calls == []
+
+
+@pytest.mark.parametrize(("norms", "count"), [(False, 2), (True, 0)], ids=["codes", "norms"])
+def test_codes_are_made_by_the_operation_that_appends(norms, count, monkeypatch):
+    """One call per layer for two tokens; with norms the keys are encoded after they are written."""
+    fused = []
+
+    def watched(*arguments, **settings):
+        fused.append(arguments)
+        return rotate_append_encode(*arguments, **settings)
+
+    monkeypatch.setattr(append, "rotate_append_encode", watched)
+    attended(dataclasses.replace(POLICY, norms=norms), LENGTHS[:, None] + np.arange(2))
+    assert len(fused) == count
 
 
 def test_a_cache_without_codes_is_refused():

@@ -19,7 +19,7 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
 from jspec.host import in_host, place_in_host
-from jspec.policies import Hata, HataOff
+from jspec.policies import Hata, HataOff, HostStorage
 from jspec.policies.attend import SelectedAttend
 from jspec.policies.dense import DenseAttend
 from jspec.policies.offload import with_room_for_device_rows
@@ -167,6 +167,13 @@ def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monk
 def test_a_share_that_is_none_is_refused(predicted):
     with pytest.raises(ValueError, match=f"predicted={predicted} must be a share of the budget"):
         HataOff(predicted=predicted)
+
+
+@pytest.mark.parametrize("settings", [{"first_layer": -1}, {"prefetch_share": 1.5}], ids=str)
+def test_bad_storage_settings_are_refused(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=f"{name}={value} must be"):
+        HostStorage(**settings)
 
 
 @pytest.fixture(scope="module")
