@@ -24,31 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from bench import (
-    acceptance,
     attention,
-    auto,
-    breakdown,
-    collectives,
     decode,
-    decoding,
-    families,
     hata,
-    helix_attention,
-    helix_step,
-    hopb,
-    overlap,
+    helix,
     pack,
-    parity,
     point,
+    quality,
     real,
-    ruler,
     select,
     serving,
     show,
-    throughput,
     verify,
 )
-from bench.decode import lossy, options
 from bench.machine import describe
 from bench.settings import Settings, console
 from bench.suite import OperationBenchmark, Suite
@@ -57,9 +45,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(verify, pack, attention, select, hata),
-        *(ruler, decoding, auto, parity, decode, lossy),
-        *(real, acceptance, overlap, breakdown, throughput, families, serving),
-        *(collectives, helix_attention, hopb, helix_step),
+        *(decode, real, serving, helix, quality),
     )
 }
 # What is no suite.
@@ -112,14 +98,13 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     whole = asked.suite == "all"
     names = [name for name in SUITES if name != real.SUITE.name] if whole else [asked.suite]
     model = _model(parser, asked)
-    decode_settings = options.read(parser, asked, names)
-    only = tuple(name for name in asked.backend if "=" not in name)
+    only = tuple(asked.backend)
     if only:
         _check_backends(parser, only, names)
     _check_cases(parser, asked.case, names)
     cases = tuple(asked.case)
     resume = asked.json if asked.resume else None
-    settings = Settings(asked.quick, asked.check, only, cases, decode_settings, model, resume)
+    settings = Settings(asked.quick, asked.check, only, cases, model, resume)
     earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
@@ -140,18 +125,17 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path | None:
     """The path of the model for the suite `real`, None for other suites."""
     if asked.suite != real.SUITE.name:
-        if asked.resume:
-            parser.error(f"--resume does not apply to {asked.suite}, only to {real.SUITE.name}")
+        for option, value in (("--resume", asked.resume), ("--model", asked.model)):
+            if value:
+                parser.error(f"{option} does not apply to {asked.suite}, only to {real.SUITE.name}")
         return None
-    if len(asked.models or ()) != 1:
-        parser.error("real needs --model, a GGUF file or a model directory, once")
+    if asked.model is None:
+        parser.error("real needs --model, a GGUF file or a model directory")
     if asked.resume and not asked.json:
         parser.error("--resume needs --json, the result to continue")
-    model = Path(asked.models[0])
-    if not model.exists():
-        parser.error(f"--model {model} does not exist")
-    asked.models = None
-    return model
+    if not asked.model.exists():
+        parser.error(f"--model {asked.model} does not exist")
+    return asked.model
 
 
 def _file(path: Path, suite: str, asked: argparse.Namespace) -> Path:
@@ -224,8 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         action="append",
         default=[],
-        help="a backend or a rival by its name in tables; may be repeated; all by default; "
-        "decode: OPERATION=NAME, as in attention=xla",
+        help="a backend, drafter, policy or rival by its name in tables; may be repeated",
     )
     parser.add_argument(
         "--case",
@@ -246,7 +229,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", metavar="F", type=Path, help="an earlier --json; `all`: its folder"
     )
-    options.add(parser)
+    parser.add_argument(
+        "--model", metavar="FILE", type=Path, help="real: a GGUF file or a model directory"
+    )
     return parser
 
 

@@ -5,25 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 Case = dict[str, Any]  # sizes by their letters, and words
-CHOICES = {
-    "strategy": ("helix", "gather", "medha", "tp"),
-    "up": ("auto", "before", "after"),
-    "exchange": ("xla", "pallas", "cuda"),
-    "part": ("layer", "read"),
-    "shape": ("llama-3.1-8b", "tiny"),
-    "draft": ("plain", "verify", "vegas"),
-    "model": (
-        *("llama-3.1-8b", "llama-2-7b", "qwen3-8b", "qwen3-4b", "gpt-oss-20b-attention"),
-        *("gpt-oss-20b", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b", "gemma-3-4b", "gemma-3-27b"),
-    ),
-}
 
 
 def parse(
-    text: str, default: Mapping[str, Any], choices: Mapping[str, tuple[str, ...]] = CHOICES
+    text: str,
+    default: Mapping[str, Any],
+    choices: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Case:
     """The default case updated by the options of ``text``, as in ``B=4,S=128K``; 1K is 1024.
 

@@ -78,6 +78,8 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
     seconds, tokens = now(), [request.result() for request in submitted]
     after = engine.stats
     pairs = list(zip(watches, tokens, strict=True))
+    first_s = [watch.times[0] - watch.arrived for watch in watches]
+    token_s = [x for watch, text in pairs if (x := watch.per_token(len(text))) is not None]
     return Load(
         tokens,
         {
@@ -85,10 +87,8 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
             "tokens_per_s": sum(map(len, tokens)) / seconds,
             "requests_per_s": len(requests) / seconds,
             "full_tokens_per_s": _while_full(samples, engine.slots, len(requests)),
-            "token_s": [
-                x for watch, answer in pairs if (x := watch.per_token(len(answer))) is not None
-            ],
-            "first_token_s": [watch.times[0] - watch.arrived for watch in watches],
+            "token_s": token_s,
+            "first_token_s": first_s,
             "mean_accepted_length": (after.committed - before.committed)
             / (after.steps - before.steps),
             "prefill_s": after.prefill_s - before.prefill_s,

@@ -15,27 +15,6 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jspec.dispatch import Backends
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeSettings:
-    """Settings of the suite `decode`.
-
-    The product of ``models``, ``batches``, ``contexts`` and ``tokens`` (of a pass) is measured;
-    empty for the suite's defaults. ``steps``: of a jitted chunk, 0 for the default. ``layers``: the
-    number of first layers of each model, None for all, or for the default on a CPU. ``backends``:
-    of the operations of a step.
-    """
-
-    models: tuple[str, ...] = ()
-    batches: tuple[int, ...] = ()
-    contexts: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    steps: int = 0
-    layers: int | None = None
-    backends: Backends = Backends()
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -43,15 +22,14 @@ class Settings:
 
     ``quick``: fewer and smaller cases. ``check``: compare outputs; without it nothing is timed.
     ``only``: the names of the backends and rivals to run, empty for all. ``cases``: cases to run
-    instead of the suite's defaults, as text. ``decode``: settings of the suite `decode`. ``model``
-    and ``resume``: the model and the earlier result of the suite `real`.
+    instead of the suite's defaults, as text. ``model`` and ``resume``: the model and the earlier
+    result of the suite `real`.
     """
 
     quick: bool = False
     check: bool = True
     only: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
-    decode: DecodeSettings = DecodeSettings()
     model: Path | None = None
     resume: Path | None = None
 

@@ -1,199 +1,192 @@
-"""The time of a decoding step at the shapes of real models, plain and as verification.
+"""Steps and iterations at the shapes of real models, against the bytes that they must read.
 
-Weights, keys and values are random. A pass of T tokens is a step without a draft whose gamma is
-T - 1: shaped like one that verifies. Clock: *step* is the marginal wall time of a jitted chunk of
-steps in a sequence of chunks, divided by its steps.
+Weights, keys and values are random, and no prompt is prefilled: the time of a step does not depend
+on them. The first layers of every row are compared with XLA before it is timed. Clock: *step* is
+the marginal wall time of a jitted chunk of steps in a sequence of chunks, divided by its steps.
+``op=pass``: a pass of T tokens without a draft. ``op=draft``: an iteration, a draft with a share of
+the context and its verification, by drafter. The tokens that it commits are imposed, by the
+acceptance that a paper states (`bench.profiles`). ``op=read``: a step that reads what a policy
+selects.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
 
 import jax
 
-from bench import point
-from bench.decode import catalogue, prefill, shapes
-from bench.decode.shapes import Ceilings
-from bench.decode.steps import Case, Steps
-from bench.decode.tables import compare, show
-from bench.machine import matrix_ceiling, read_ceiling
-from bench.program import Absent, failure
-from bench.settings import Settings, bar
-from bench.suite import Suite
+from bench import profiles
+from bench.cases import Case
+from bench.decode import floors
+from bench.decode.catalogue import MODELS
+from bench.decode.check import first_selecting
+from bench.decode.iterations import Iteration
+from bench.decode.shapes import drawn, measured_ceilings
+from bench.decode.states import NoisyPadding
+from bench.drafters import ALL
+from bench.point import Row, row, spread
+from bench.policies import NAMES, arrays_of, policies
+from bench.settings import Settings
+from bench.suite import Benchmark, suite_of
 from jspec.cli.compile_cache import keep_programs
-from jspec.models.decoder import Decoder
+from jspec.decode.draft import named_draft
+from jspec.decode.exact import check_exact
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import Models
+from jspec.dispatch import BackendError
+from jspec.policies import Policy, ScoredPolicy
 
-SWEEP = (1, 2, 4, 8, 10, 16)  # tokens of a pass
-PAIR = (1, 10)
-LONG = 120 * 1024
-QUICK = (
-    Case("qwen3-8b", 1, 8192, PAIR),
-    Case("qwen3-8b", 32, 8192, PAIR),
-    Case("qwen3-8b", 4, LONG, PAIR),
-)
-WHOLE = (
-    Case("qwen3-8b", 1, 2048, (1,)),
-    Case("qwen3-8b", 1, 8192, SWEEP),
-    Case("qwen3-8b", 1, 32768, (1,)),
-    *QUICK[1:],
-    *(
-        Case(name, *sizes, PAIR)
-        for name in ("qwen3-4b", "llama-3.1-8b", "gpt-oss-20b-attention")
-        for sizes in ((1, 8192), (4, LONG))
-    ),
-)
-STEPS = 16  # of a chunk
-# Without a GPU a step of two layers takes a second.
-CPU = (Case("qwen3-4b", 1, 2048, (1,)),)
-CPU_LAYERS, CPU_STEPS = 2, 1
-PREFILLED = (16384, 65536)
+STEPS, CPU_STEPS = 8, 1  # of a chunk
+SHARE = 64  # a policy selects one in 64 tokens of the context: 1.56 %
+LEAST = 128  # selected tokens at least, as policies with pages need
+DENSE_LAYERS = 2  # first layers, in which a policy does not select
+PLAIN, ALONE = "plain", "verification"
+DRAFTS = tuple(name for name, text in ALL.items() if ">" not in text and text not in ALL)
+USUAL = ("vegas", "vegas-first", "streaming", "quest", "specextend", "vegas-int8", "vegas-mxfp4")
+READS = ("dense", "hata", "quest_32", "loki", "magicpig", "exact_topk", "streaming")
+CHOICES = {"model": tuple(MODELS), "exact": ("no", "yes")}
+SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K")
+SHAPES = tuple(name for name in MODELS if name not in ("tiny", "llama-2-7b"))
 
 
-def cases(settings: Settings) -> list[Case]:
-    """The requested cases."""
-    asked = settings.decode
-    if asked.batches or asked.contexts or asked.tokens:
-        crossed = itertools.product(
-            asked.models or ("qwen3-8b",), asked.batches or (1,), asked.contexts or (8192,)
-        )
-        return [Case(*sizes, asked.tokens or PAIR) for sizes in crossed]
-    defaults = CPU if jax.default_backend() == "cpu" else QUICK if settings.quick else WHOLE
-    if not asked.models:
-        return list(defaults)
-    known = [case for case in defaults if case.model in asked.models]
-    others = [name for name in asked.models if all(name != case.model for case in defaults)]
-    return known + [Case(name, 1, 8192, PAIR) for name in others]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Iterations(Benchmark):
+    """Iterations of the configs that ``configs(case, settings)`` gives, by name.
 
+    ``usual``: those that run where ``--backend`` names none.
+    """
 
-def run(settings: Settings) -> dict[str, Any]:
-    """Every case of every model; cases of a model in the order of their cache sizes."""
-    keep_programs()
-    chosen = cases(settings)
-    asked, cpu = settings.decode, jax.default_backend() == "cpu"
-    asked = dataclasses.replace(
-        asked,
-        layers=asked.layers or (CPU_LAYERS if cpu else None),
-        steps=asked.steps or (CPU_STEPS if cpu else STEPS),
-    )
-    settings = dataclasses.replace(settings, decode=asked)
-    names = list(dict.fromkeys(case.model for case in chosen))
-    all_defaults = not (asked.batches or asked.contexts or asked.tokens or settings.quick)
-    prefilled = names[: None if asked.models else 1] if all_defaults and not cpu else []
-    ceilings = Ceilings(read_ceiling(), None if cpu else matrix_ceiling())
-    return {
-        "read_ceiling_bytes_per_s": ceilings.read,
-        "matrix_ceiling_flops_per_s": ceilings.matrix,
-        "steps": asked.steps,
-        "rows": _rows(chosen, settings, ceilings, prefilled),
-    }
-
-
-def _rows(
-    chosen: list[Case], settings: Settings, ceilings: Ceilings, prefilled: list[str]
-) -> Iterator[point.Row]:
-    # No variable here references a model, so that it is freed before the next one is made.
-    for name in dict.fromkeys(case.model for case in chosen):
-        cases_of_model = [case for case in chosen if case.model == name]
-        yield from steps_of(drawn(name, settings), cases_of_model, settings, ceilings)
-    # Last, since their matmuls of many rows take long to compile.
-    for name in prefilled:
-        if ceilings.matrix is not None:
-            yield from _prefills(name, drawn(name, settings), settings, ceilings.matrix)
-
-
-def drawn(name: str, settings: Settings) -> Decoder:
-    """A model by name with random weights, of as many layers as were asked for."""
-    config = catalogue.MODELS[name]
-    layers = settings.decode.layers or config.num_layers
-    config = shapes.first_layers(config, layers)
-    return shapes.random_model(config, mxfp4=name in catalogue.IN_MXFP4)
-
-
-def _prefills(
-    name: str, model: Decoder, settings: Settings, matrix_ceiling: float
-) -> Iterator[point.Row]:
-    """The rows of a model's prefill."""
-    for tokens in PREFILLED:
-        yield prefill.row(name, model, tokens, settings, matrix_ceiling)
-
-
-def steps_of(
-    model: Decoder, chosen: list[Case], settings: Settings, ceilings: Ceilings
-) -> Iterator[point.Row]:
-    """The rows of a model's steps."""
-    measured = [Steps(model, case, settings, ceilings) for case in chosen]
-    yield from by_size(chosen[0].model, measured)
-
-
-class Measured(Protocol):
-    """Something to compile and measure: `Steps` or an `Iteration`."""
+    operation: str
+    every: tuple[str, ...]
+    usual: tuple[str, ...]
+    config: Callable[[Case, str], StepConfig]
 
     @property
-    def size(self) -> int: ...
-    def lowerings(self) -> dict[Any, Callable[[], jax.stages.Lowered]]: ...
-    def rows(self, programs: Mapping[Any, Any]) -> Iterator[point.Row]: ...
+    def name(self) -> str:
+        return self.operation
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.every
 
-def by_size(label: str, measured: Sequence[Measured]) -> Iterator[point.Row]:
-    """The rows of each of ``measured``, whose programs are compiled concurrently."""
-    # The smallest first: the device reports the peak memory of all that ran so far.
-    measured = sorted(measured, key=lambda steps: steps.size)
-    # All programs first, before a cache takes the memory that compiling needs.
-    programs = _compiled(label, [steps.lowerings() for steps in measured])
-    with bar(label, len(measured)) as advance:
-        for steps, (ready, seconds) in zip(measured, programs, strict=True):
-            for row in steps.rows(ready):
-                yield row | {"compile_s": seconds}
-            gc.collect()  # a failure's traceback may hold a cache
-            advance()
-
-
-def _compiled(
-    label: str, cases: Sequence[Mapping[Any, Callable[[], jax.stages.Lowered]]]
-) -> list[tuple[dict[Any, jax.stages.Compiled | Absent], dict[str, float]]]:
-    """Each case's programs, or `Absent` for one that failed, and the seconds of compiling each.
-
-    Lowered one after the other, compiled concurrently.
-    """
-    programs: list[tuple[dict[Any, Any], dict[str, float]]] = [({}, {}) for _ in cases]
-    every = [
-        (of_case, key, lower)
-        for of_case, case in zip(programs, cases, strict=True)
-        for key, lower in case.items()
-    ]
-
-    def compiled(lowered: jax.stages.Lowered, key: Any, seconds: dict[str, float]) -> Any:
-        begin = time.perf_counter()
-        program = lowered.compile()
-        seconds[str(key)] = round(time.perf_counter() - begin, 2)
-        return program
-
-    with ThreadPoolExecutor() as pool, bar(f"compile {label}", len(every)) as advance:
-        for (of_case, seconds), key, lower in every:
-            try:
-                of_case[key] = pool.submit(compiled, lower(), key, seconds)
-            except Exception as error:
-                of_case[key] = failure(str(key), error)
-        for (of_case, _), key, _ in every:
-            if not isinstance(of_case[key], Absent):
+    def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
+        keep_programs()
+        model, ceilings = drawn(case["model"], case["layers"]), measured_ceilings()
+        steps = CPU_STEPS if jax.default_backend() == "cpu" else STEPS
+        copies, plain = {}, None  # quantised copies by kind; tokens a second
+        names = [x for x in self.every if x in (settings.only or self.usual)]
+        for name in names:
+            config = self.config(case, name)
+            if config.exact:
                 try:
-                    of_case[key] = of_case[key].result()
-                except Exception as error:
-                    of_case[key] = failure(str(key), error)
-            advance()
-    return programs
+                    check_exact(model, config.cache_policy)
+                except BackendError as error:
+                    yield row(self.operation, case, name, checked=None, reason=str(error))
+                    continue
+            policy, kind = config.cache_policy, floors.quantized_in(config)
+            arrays = arrays_of(policy, model.config.layers) if policy.needs_arrays else None
+            models = config.draft.prepare(Models(model, copies.get(kind), arrays))
+            copies[kind] = models.draft
+            iteration = Iteration(self.operation, case, name, models, config, steps, ceilings)
+            for measured in iteration.measure(settings):
+                result = with_rate(measured, config)
+                if name in (PLAIN, "dense"):
+                    plain = result.get("tokens_per_s")
+                if plain and "tokens_per_s" in result:
+                    result["vs_plain"] = result["tokens_per_s"] / plain
+                yield result
 
 
-SUITE = Suite(
-    "decode",
-    "a step of real models' shapes with random weights, plain and as verification, and prefill",
-    run,
-    show,
-    compare=compare,
+def with_rate(row: Row, config: StepConfig) -> Row:
+    """A row with tokens a second; drafts are accepted at the rate that the paper states."""
+    time = spread(row, "step")
+    if time is None or row["name"] == ALONE or time.median <= 0:
+        return row
+    about = {}
+    tokens = 1.0
+    if config.gamma:
+        rate = profiles.rate_of(row["case"]["model"], floors.quantized_in(config))
+        tokens = profiles.committed(rate, config.gamma)
+        about = {"acceptance": "imposed", "rate": rate, "tokens": tokens}
+    return row | about | {"tokens_per_s": tokens * row["case"]["B"] / time.median * 1e6}
+
+
+def pass_config(case: Case, name: str) -> StepConfig:
+    """A pass of T tokens: a step without a draft whose gamma is T - 1."""
+    return StepConfig(case["T"] - 1, NoisyPadding())
+
+
+def draft_config(case: Case, name: str) -> StepConfig:
+    """A plain step, the verification alone, or an iteration of a drafter."""
+    exact, gamma = case["exact"] == "yes", case["gamma"]
+    if name in (PLAIN, ALONE):
+        return StepConfig(0 if name == PLAIN else gamma, NoisyPadding(), exact=exact)
+    return StepConfig(gamma, named_draft(ALL[name]), exact=exact)
+
+
+def read_config(case: Case, name: str) -> StepConfig:
+    """A plain step whose layers after the first two read what a policy selects."""
+    return StepConfig(0, NoisyPadding(), target=policy_of(case, name))
+
+
+def policy_of(case: Case, name: str) -> Policy:
+    """A policy by name with the budget of a case."""
+    return policies(max(case["S"] // SHARE, LEAST), dense_layers=DENSE_LAYERS)[name]
+
+
+def check_read(case: Case) -> None:
+    """Raise `ValueError` where no layer selects."""
+    layers = MODELS[case["model"]].layers[: case["layers"] or None]
+    policy = policy_of(case, "hata")
+    assert isinstance(policy, ScoredPolicy)
+    first_selecting(layers, policy)
+
+
+PASS = Iterations(
+    operation="pass",
+    default={"model": "qwen3-8b", "layers": 0, "B": 1, "S": 8192, "T": 1},
+    choices=CHOICES,
+    gpu=[f"model={name},{size},T={T}" for name in SHAPES for size in SIZES for T in (1, 10)]
+    + [f"S=8K,T={T}" for T in (2, 4, 16)],
+    quick=[f"{size},T={T}" for size in SIZES[::2] for T in (1, 10)],
+    cpu=["model=tiny,S=300,T=1", "model=tiny,S=300,T=3", "model=qwen3-4b,layers=2,S=2K"],
+    every=(PLAIN,),
+    usual=(PLAIN,),
+    config=pass_config,
+)
+DRAFT = Iterations(
+    operation="draft",
+    default={"model": "qwen3-8b", "layers": 0, "B": 4, "S": 122880, "gamma": 9, "exact": "no"},
+    choices=CHOICES,
+    gpu=[
+        *("B=4,S=120K", "model=gpt-oss-20b-attention,B=20,gamma=7", "B=64,S=8K,gamma=6"),
+        *("B=32,S=20K", "B=4,S=120K,exact=yes", "model=qwen3-30b-a3b"),
+        *("model=gpt-oss-20b", "model=gpt-oss-20b-mxfp4", "model=gemma-3-4b"),
+    ],
+    quick=["B=4,S=120K"],
+    cpu=["model=tiny,B=2,S=300,gamma=2"],
+    every=(PLAIN, ALONE, *DRAFTS),
+    usual=(PLAIN, ALONE, *USUAL),
+    config=draft_config,
+)
+READ = Iterations(
+    operation="read",
+    default={"model": "llama-3.1-8b", "layers": 0, "B": 4, "S": 131072},
+    choices=CHOICES,
+    check_case=check_read,
+    gpu=["B=4,S=128K", "model=llama-2-7b,B=4,S=32K"],
+    quick=["B=1,S=32K"],
+    cpu=["model=tiny,B=1,S=300"],
+    every=NAMES,
+    usual=READS,
+    config=read_config,
+)
+SUITE = dataclasses.replace(
+    suite_of(
+        "decode",
+        "steps, iterations by drafter and sparse reading at real models' shapes, over their floors",
+        *(PASS, DRAFT, READ),
+    ),
+    custom_clocks=True,
 )

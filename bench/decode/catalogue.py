@@ -84,8 +84,18 @@ def _gemma3(
     )
 
 
+TINY = ModelConfig.uniform(  # for a CPU
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_size=16,
+)
 IN_MXFP4 = ("gpt-oss-20b-mxfp4",)  # those whose experts are in MXFP4
 MODELS: dict[str, ModelConfig] = {
+    "tiny": TINY,
     "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288),
     "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_embeddings=True),
     "llama-3.1-8b": ModelConfig.uniform(

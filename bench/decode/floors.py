@@ -22,7 +22,7 @@ from jspec.policies.budgeted import Budgeted
 def of_iteration(
     models: Models, batch: int, context: int, config: StepConfig, ceilings: Ceilings
 ) -> dict[str, float]:
-    """Least nanoseconds of each part of `bench.decode.phases.PARTS` that reads memory.
+    """Least nanoseconds of each part of `bench.decode.kernels.PARTS` that reads memory.
 
     Bytes counted: *draft passes*: weights, and the selected keys and values; *verification*:
     weights and cache; *collection*: writing the scores of all keys; *selection*: reading these,
@@ -37,7 +37,8 @@ def of_iteration(
     def read(count: float) -> float:
         return count / ceilings.read * 1e9
 
-    cached = read_cache_bytes(layers, batch, context, dtype)
+    reads = config.target, positions_read(config.target, context)
+    cached = read_cache_bytes(layers, batch, context, dtype, *reads)
     floors_ns = {
         "verification": ceilings.floor_ns(
             read_weight_bytes(model, fed), cached, product_flops(model, fed)

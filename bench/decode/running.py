@@ -1,57 +1,66 @@
-"""Runs sequences of chunks of steps, and measures their memory and kernels."""
+"""Compiles programs of chunks, runs sequences of them, and plans their memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from bench import point
-from bench.clocks import Kernel
-from bench.decode import parts
-from jspec.decode.state import DecodeState, Models, StepRecord
+from bench import clocks
+from jspec.decode.state import DecodeState, Models
 
 CHUNKS = (1, 2)  # chunks of the two runs whose difference is timed
 REPEATS = 7
-LONGEST_KERNELS = 12  # names in a row
+CPU_REPEATS = 3  # where a chunk takes seconds
+
+
+def compiled(lowerings: Mapping[str, Callable[[], jax.stages.Lowered]]) -> dict[str, Any]:
+    """The programs of ``lowerings``: lowered one after the other, compiled concurrently."""
+    with ThreadPoolExecutor() as pool:
+        futures = {name: pool.submit(lower().compile) for name, lower in lowerings.items()}
+    return {name: future.result() for name, future in futures.items()}
 
 
 class Loop:
     """Runs sequences of chunks; each takes the state of the one before.
 
-    ``rewound``: resets a state to the one that a run begins with.
+    Args:
+        program: the compiled chunk.
+        models: its first argument.
+        state: to begin with; consumed.
+        rewound: resets a state to the one that a sequence begins with.
     """
 
     def __init__(
-        self, models: Models, rewound: Callable[[DecodeState], DecodeState], state: DecodeState
+        self,
+        program: Any,
+        models: Models | Any,
+        state: DecodeState,
+        rewound: Callable[[DecodeState], DecodeState],
     ):
-        self._models, self._rewound, self._state = models, rewound, state
+        self._program, self._models = program, models
+        self._state, self._rewound = state, rewound
 
-    def run(self, program: Any, count: int) -> jax.Array:
+    def run(self, count: int) -> jax.Array:
+        """Run ``count`` chunks; an array to wait for."""
         state = self._rewound(self._state)
         for _ in range(count):
-            state, _ = program(self._models, state)
+            state, _ = self._program(self._models, state)
         self._state = state
         return state.cache.lengths
 
-
-def first_run(
-    run: Callable[[DecodeState], Any], state: DecodeState
-) -> tuple[DecodeState, StepRecord, dict[str, Any]]:
-    """The state after a chunk, its record, and the peak memory if this run raised it.
-
-    A device reports the peak of the whole process.
-    """
-    before = device_bytes("peak_bytes_in_use")
-    state, record = jax.block_until_ready(run(state))
-    after = device_bytes("peak_bytes_in_use")
-    raised = before is not None and after is not None and after > before
-    return state, record, {"peak_bytes": after, "peak_measured": True} if raised else {}
+    def step_ns(self, steps: int) -> list[int]:
+        """Samples of the marginal nanoseconds of a step, in chunks of ``steps``."""
+        repeats = CPU_REPEATS if jax.default_backend() == "cpu" else REPEATS
+        short, long = (lambda count=count: self.run(count) for count in CHUNKS)
+        samples = clocks.step(short, long, 0.0, repeats, lengths=CHUNKS, warmups=1)
+        return [round(ns / steps) for ns in samples]
 
 
-def memory_of(program: Any) -> dict[str, Any]:
-    """Temporary and peak bytes of a program, from its memory analysis."""
+def memory_of(program: Any) -> dict[str, int]:
+    """Temporary and peak bytes of a program, from its memory analysis; empty if it has none."""
     plan = program.memory_analysis()
     if plan is None:
         return {}
@@ -62,11 +71,8 @@ def memory_of(program: Any) -> dict[str, Any]:
     }
 
 
-def too_large(resident: int, memory: dict[str, Any]) -> str | None:
-    """Why a program does not fit in memory next to ``resident`` bytes, or None.
-
-    ``memory``: of the program, by `memory_of`.
-    """
+def too_large(resident: int, memory: Mapping[str, int]) -> str | None:
+    """Why a program with this `memory_of` does not fit next to ``resident`` bytes, or None."""
     limit, temporary = device_bytes("bytes_limit"), memory.get("temp_bytes", 0)
     if limit is None or resident + temporary <= limit:
         return None
@@ -74,27 +80,6 @@ def too_large(resident: int, memory: dict[str, Any]) -> str | None:
         f"it needs {(resident + temporary) / 1e9:.1f} GB, of which {temporary / 1e9:.1f} are "
         f"temporary, and JAX may use {limit / 1e9:.1f} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
     )
-
-
-def kernels_of(run: Callable[[], Any]) -> list[Kernel]:
-    """The kernels of a chunk; raises `RuntimeError` where CUPTI has none."""
-    kernels = point.DEVICE.kernels(run)
-    if not kernels:
-        raise RuntimeError("CUPTI recorded no kernel")
-    return kernels
-
-
-def of_kernels(kernels: Sequence[Kernel], steps: int, step_ns: float) -> dict[str, Any]:
-    """Kernels per step of ``step_ns``, the idle share of a step, and the longest kernels."""
-    busy = sum(ns for _, ns in kernels) / steps
-    return {
-        "kernels": len(kernels) / steps,
-        "idle": 1 - busy / step_ns,
-        "longest": {
-            name: [count / steps, ns / steps]
-            for name, (count, ns) in parts.longest(kernels, LONGEST_KERNELS).items()
-        },
-    }
 
 
 def device_bytes(name: str) -> int | None:

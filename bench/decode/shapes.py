@@ -6,13 +6,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from bench.decode.catalogue import IN_MXFP4, MODELS
+from bench.machine import matrix_ceiling, read_ceiling
 from bench.policies import scored_bytes
 from jspec.config import ModelConfig
 from jspec.models.decoder import Decoder
@@ -49,6 +51,31 @@ class Ceilings:
         if self.matrix is not None:
             matmuls = max(matmuls, flops / self.matrix)
         return (matmuls + cached / self.read) * 1e9
+
+
+@cache
+def measured_ceilings() -> Ceilings:
+    """The ceilings of this machine; those of a CPU without the one of matmuls."""
+    cpu = jax.default_backend() == "cpu"
+    return Ceilings(read_ceiling(), None if cpu else matrix_ceiling())
+
+
+_DRAWN: dict[tuple[str, int], Decoder] = {}
+
+
+def drawn(name: str, layers: int = 0) -> Decoder:
+    """A model of the catalogue with random weights; kept until another one is drawn.
+
+    Args:
+        name: of the model.
+        layers: how many of its first layers; 0 for all.
+    """
+    if (name, layers) not in _DRAWN:
+        _DRAWN.clear()  # its memory is needed
+        config = MODELS[name]
+        config = first_layers(config, layers or config.num_layers)
+        _DRAWN[name, layers] = random_model(config, mxfp4=name in IN_MXFP4)
+    return _DRAWN[name, layers]
 
 
 def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
@@ -216,21 +243,3 @@ def _selecting(config: ModelConfig, policy: Policy) -> list[bool]:
     selects = not isinstance(policy, Dense)
     pairs = enumerate(config.layers)
     return [selects and layer >= first and spec.window is None for layer, spec in pairs]
-
-
-def prefill_flops(model: Decoder, tokens: int) -> int:
-    """Multiplications and additions of a prefill of one row, which does not run the head.
-
-    Matmuls with weights: 2 x weights x tokens. Causal attention: 2 x N x (key size + value size)
-    for each visible pair of query and key; without a window these are tokens ** 2 / 2.
-    """
-    config, arrays = model.config, _weights(model)
-    kernels = sum(x.size for path, x in arrays if "kernel" in jax.tree_util.keystr(path))
-    head = 0 if model.head is None else model.head.kernel[...].size
-    missed = _missed(model, 1, numbers)
-    flops = 2 * (kernels - head - missed) * tokens
-    for spec in config.layers:
-        window = min(tokens, spec.window or tokens)
-        pairs = window * tokens - window * window // 2
-        flops += 2 * config.num_heads * (spec.key_size + spec.value_size) * pairs
-    return flops

@@ -1,4 +1,4 @@
-"""States in the middle of decoding whose cache is filled with noise.
+"""States in the middle of decoding whose cache is filled with noise, and drafts of noise.
 
 The time of a step does not depend on the values in the cache, so that no prompt is prefilled.
 """
@@ -16,10 +16,10 @@ import numpy as np
 from bench.decode.shapes import noise, random_bits
 from jspec.cache.layout import layouts_of
 from jspec.config import SamplingParams
-from jspec.decode.draft import NoDraft
+from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState
+from jspec.decode.state import DecodeState, Models
 from jspec.models.decoder import Decoder
 from jspec.policies import Policy
 from jspec.policies.dense import DENSE
@@ -27,6 +27,22 @@ from jspec.policies.policy import create_cache
 
 # Standard deviation of keys: large enough that leaving out a block of keys changes the output.
 KEY_SCALE = 2.0
+TOKEN_STRIDE = 7919  # a prime: neighbours in a pass are far apart in the vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisyPadding(NoDraft):
+    """`NoDraft` with different padding tokens at all positions of rows of equal length.
+
+    Equal tokens would all choose the same experts, and a pass would read too few of them.
+    """
+
+    def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
+        drafted, state = super().draft(models, state, gamma)
+        batch = len(drafted.tokens)
+        number = state.lengths[:, None] + jnp.arange(batch * gamma).reshape(batch, gamma)
+        tokens = number * TOKEN_STRIDE % models.target.config.vocab_size
+        return dataclasses.replace(drafted, tokens=tokens), state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,12 @@ import jax
 
 import jspec
 from bench import cases
-from bench.decode import drafting
-from bench.decode.shapes import Ceilings, weight_bytes
+from bench.decode.shapes import Ceilings, measured_ceilings, weight_bytes
+from bench.drafters import ALL, PLAIN, SAMPLING, Drafting, drafter_names
 from bench.machine import describe
 from bench.program import failure
 from bench.real import rivals, tables, texts
 from bench.real.cell import Cell
-from bench.real.drafters import ALL, PLAIN, SAMPLING, Drafting, drafter_names
 from bench.real.figures import Row, where
 from bench.settings import Settings, bar
 from bench.suite import Suite
@@ -97,7 +96,7 @@ def run(settings: Settings) -> dict[str, Any]:
         model = jspec.load_model(settings.model)
     except jspec.CheckpointError as error:
         raise Refused(str(error)) from None
-    limits = drafting.ceilings()
+    limits = measured_ceilings()
     return {
         "model": {
             "name": name,
@@ -203,7 +202,8 @@ def _of_cell(
     about = {"texts": texts.digest(prompts)}
     try:
         settings_of_cell = {"exact": exact, "limits": limits}
-        cell = Cell(model, tokenizer, prompts, first["B"], **settings_of_cell)
+        rows = [prompt.tokens for prompt in prompts]
+        cell = Cell(model, tokenizer, rows, first["B"], **settings_of_cell)
     except Exception as error:
         yield row(first, PLAIN, checked=False, reason=failure(PLAIN, error).reason)
         return

@@ -7,6 +7,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,13 +16,11 @@ import numpy as np
 import jspec
 from bench import point
 from bench.at_once import Task, as_completed
-from bench.decode import floors, parts, phases
-from bench.decode.running import of_kernels
+from bench.decode import floors, kernels
 from bench.decode.shapes import Ceilings
+from bench.drafters import PLAIN, Drafting, params_of
 from bench.real import check
 from bench.real.answers import repeats
-from bench.real.drafters import PLAIN, Drafting, params_of
-from bench.real.texts import Prompt
 from bench.settings import bar
 from jspec.decode.convert_state import convert_state
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
@@ -30,6 +29,7 @@ from jspec.decode.resolved_options import usual_steps
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.step import decode_chunk
 from jspec.eval.sample import prepared
+from jspec.policies.hata import with_hashes
 from jspec.sharding import explicit_mesh_sharding, place
 
 ROOM = 1024  # positions after the prompts, so that all lengths of answers share a program
@@ -54,24 +54,27 @@ class Measured:
 
 
 class Cell:
-    """``prompts`` in batches of ``batch``, prefilled once; every drafter starts from there.
+    """Prompts in batches of ``batch``, prefilled once; every drafter starts from there.
 
-    ``limits``: ceilings of this device, for floors.
+    ``rows``: token ids of the prompts. ``limits``: ceilings of this device, for floors.
+    ``hashes``: directory of the model, if its trained hashes are used. ``room``: positions after
+    the prompts.
     """
 
     def __init__(
         self,
         model: jspec.Decoder,
         tokenizer: jspec.Tokenizer,
-        prompts: Sequence[Prompt],
+        rows: Sequence[list[int]],
         batch: int,
         *,
         exact: bool,
         limits: Ceilings,
+        hashes: Path | None = None,
+        room: int = ROOM,
     ):
         self.model, self.batch, self.exact, self._limits = model, batch, exact, limits
-        self._tokenizer = tokenizer
-        rows = [prompt.tokens for prompt in prompts]
+        self._tokenizer, self._hashes, self._room = tokenizer, hashes, room
         self.batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
         self._copies: dict[str, Any] = {}
         self._step_times: dict[tuple[str, str], Row] = {}
@@ -89,7 +92,7 @@ class Cell:
 
     def _prefill(self) -> tuple[float, list[DecodeState]]:
         """Seconds of all prefills without compiling, and the state of each batch after it."""
-        capacity = rounded_capacity(max(map(len, self.prompts)) + ROOM)
+        capacity = rounded_capacity(max(map(len, self.prompts)) + self._room)
         run, begin = PROGRAMS.timed(), time.perf_counter()
         config = jspec.StepConfig(0, jspec.NoDraft(), exact=self.exact)
         states = []
@@ -136,6 +139,13 @@ class Cell:
         # First the time of a step, which also warms the program up.
         if (at := (drafting.name, sampling)) not in self._step_times:
             self._step_times[at] = self._step_time(drafting, sampling)
+        result = self.answers(drafting, sampling, new)
+        if not result["checked"]:
+            return result | {"reason": "its answers are not the model's, so it is not timed"}
+        return result | self._step_times[at]
+
+    def answers(self, drafting: Drafting, sampling: str, new: int) -> Row:
+        """The figures of `row` but for the time of a step."""
         measured = self._measured(drafting, sampling, new)
         result = {
             "setting": repr(drafting.config.draft),
@@ -157,9 +167,7 @@ class Cell:
             result |= {"rows": len(measured.answers), "checked": True}
         else:
             result |= self.check_greedy(measured.answers, new, exact=drafting.config.exact)
-        if not result["checked"]:
-            return result | {"reason": "its answers are not the model's, so it is not timed"}
-        return result | self._step_times[drafting.name, sampling]
+        return result
 
     def check_greedy(self, answers: check.Answers, new: int, *, exact: bool = False) -> Row:
         """Whether answers are those of plain decoding, which must have been measured before."""
@@ -210,7 +218,9 @@ class Cell:
         """The model with what a drafter makes of it; quantised copies of one kind are shared."""
         config = drafting.config
         kind = floors.quantized_in(config)
-        arrays = prepared(config.cache_policy, self.model, self._tokenizer)
+        policy = config.cache_policy
+        policy = policy if self._hashes is None else with_hashes(policy, self._hashes)
+        arrays = prepared(policy, self.model, self._tokenizer)
         models = config.draft.prepare(Models(self.model, self._copies.get(kind), arrays))
         self._copies[kind] = models.draft
         return models
@@ -226,7 +236,7 @@ class Cell:
 
     def _timing_params(self, rows: Sequence[Sequence[int]]) -> list[jspec.SamplingParams]:
         """Requests that no end token ends, of as many tokens as there is room for."""
-        one = jspec.SamplingParams(max_new_tokens=ROOM, ignore_eos=True)
+        one = jspec.SamplingParams(max_new_tokens=self._room, ignore_eos=True)
         return [dataclasses.replace(one, seed=row) for row in range(len(rows))]
 
     def _step_time(self, drafting: Drafting, sampling: str) -> Row:
@@ -284,7 +294,7 @@ class Cell:
         params = [
             dataclasses.replace(timing, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p)
             for timing, p in zip(
-                self._timing_params(rows), params_of(sampling, ROOM, len(rows)), strict=True
+                self._timing_params(rows), params_of(sampling, self._room, len(rows)), strict=True
             )
         ]
         ends = self.model.config.stop_tokens
@@ -299,10 +309,9 @@ class Cell:
     def _profile(self, chunk: Any, program: Any, steps: int, step_ns: float) -> Row:
         """The kernels of a step by part; a reason where CUPTI gives none."""
         try:
-            kernels = point.DEVICE.kernels(chunk)
+            launched = point.DEVICE.kernels(chunk)
         except RuntimeError as error:
             return {"profile": str(error)}
-        sums = phases.by_part(kernels, parts.origins(program.as_text()))
-        return of_kernels(kernels, steps, step_ns) | {
-            "parts_ns": {part: sum(kinds.values()) / steps for part, kinds in sums.items()}
-        }
+        about = kernels.figures(launched, program.as_text(), steps, step_ns)
+        sums = {part: sum(kinds.values()) for part, kinds in about["parts_ns"].items()}
+        return about | {"parts_ns": sums}

@@ -33,14 +33,20 @@ Scorer = Callable[[Sequence[int], Answers, jspec.SamplingParams], list[np.ndarra
 def greedy(scorer: Scorer, answers: Answers, plain: Answers, *, exact: bool) -> dict[str, Any]:
     """Rows equal to plain decoding; where one differs, its token must nearly tie with plain's.
 
-    Of the rows that differ the first two are scored. With ``exact`` none may differ.
+    Of the rows that differ the first two are scored. With ``exact`` none may differ. ``compared``:
+    tokens, of a row that differs up to the first one that does.
     """
     differing = [
         (row, at)
         for row, pair in enumerate(zip(answers, plain, strict=True))
         if (at := _first_difference(*pair)) is not None
     ]
-    result = {"rows": len(answers), "identical_rows": len(answers) - len(differing)}
+    ends = dict(differing)
+    result = {
+        "rows": len(answers),
+        "identical_rows": len(answers) - len(differing),
+        "compared": sum(ends.get(row, len(text) - 1) + 1 for row, text in enumerate(answers)),
+    }
     if exact or not differing:
         return result | {"checked": not differing}
     looked_at = differing[: ROWS // 2]

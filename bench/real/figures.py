@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.drafters import PLAIN
 from bench.real.answers import PerStep, per_step
-from bench.real.drafters import PLAIN
 
 Row = dict[str, Any]
 WHERE = ("model", "B", "S", "gamma", "exact", "sampling", "new")  # what rows are compared within

@@ -46,12 +46,14 @@ def of_real(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def _titles() -> dict[str, str]:
-    """The heading of each suite's table."""
+    """The heading of each suite's first table; that of a table which names the suite first."""
+    main = {question.suites[0] for question in QUESTIONS}
     titles, title = {}, ""
     for question in QUESTIONS:
         title = question.title or title
         for suite in question.suites:
-            titles.setdefault(suite, title)
+            if suite == question.suites[0] or suite not in main:
+                titles.setdefault(suite, title)
     return titles
 
 

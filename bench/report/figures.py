@@ -105,11 +105,12 @@ def _shares(result: dict[str, Any], key: str, at: dict[str, Any]) -> Lines:
 def _budget(figure: Any, result: dict[str, Any]) -> bool:
     """Score against budget, of exact top-k and of what reads as few bytes as hashes."""
     panels = []
-    for length in sorted({row["case"]["S"] for row in result["rows"]}):
+    scored = [x for x in result["rows"] if "score" in x and x["case"].get("kind") != "draft"]
+    for length in sorted({row["case"]["S"] for row in scored}):
         lines: Lines = {}
-        for row in result["rows"]:
+        for row in scored:
             case, name = row["case"], row["name"]
-            is_shown = name in EQUAL_BYTES and case["kind"] == "read"
+            is_shown = name in EQUAL_BYTES
             if is_shown and case["S"] == length:
                 lines.setdefault(name, []).append((100 * case["budget"], row["score"]))
         panels.append((f"{length / 1024:g}K tokens", {n: sorted(x) for n, x in lines.items()}))
@@ -196,6 +197,7 @@ FIGURES = {
     "real": Drawing("real", real_figures.speeds, (10, 7), "speed over plain decoding"),
     "verify": Drawing("verify-gamma", _gamma, (10, 3), "latency against draft length"),
     "attention": Drawing("attention-context", _context, (8, 3.4), "share of the read ceiling"),
+    "quality": Drawing("ruler-budget", _budget, (8, 3.4), "score by budget"),
     "ruler": Drawing("ruler-budget", _budget, (8, 3.4), "score by budget"),
     "step": Drawing("step", _sources, (9, 3), "tokens a second by drafter"),
 }

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench import ceilings, parity, serving
-from bench.decode import lossy
+from bench import ceilings
 from bench.point import Row, spread
-from bench.report import layers, real
+from bench.report import layers, real, records, systems
 from bench.report.runs import Run
 from bench.report.text import case_words, microseconds, pick, ratio, table
 from bench.table import cell, kilo, number
@@ -83,6 +82,14 @@ def _points(*points: Point) -> Callable[[Result], Iterator[Line]]:
     return lines
 
 
+def _chained(*functions: Callable[[Result], Iterator[Line]]) -> Callable[[Result], Iterator[Line]]:
+    def lines(result: Result) -> Iterator[Line]:
+        for function in functions:
+            yield from function(result)
+
+    return lines
+
+
 def _layer(result: Result) -> Iterator[Line]:
     """HATA's layer over the fastest dense attention."""
     for group in layers.groups(result["rows"])[:1]:
@@ -109,13 +116,13 @@ def _host(result: Result) -> Iterator[Line]:
 
 def _quality(result: Result) -> Iterator[Line]:
     """HATA's score at the paper's budget, against reading all and the exact choice."""
-    read = [row for row in result["rows"] if row["case"]["kind"] == "read"]
-    for row in read:
+    scored = [x for x in result["rows"] if "score" in x and x["case"].get("kind") != "draft"]
+    for row in scored:
         if row["name"] != "hata" or row["case"]["budget"] != BUDGET:
             continue
         at = {
             x["name"]: x["score"]
-            for x in read
+            for x in scored
             if x["case"]["S"] == row["case"]["S"] and x["case"]["budget"] in (None, BUDGET)
         }
         named = {"dense": "reading all", "exact_topk": "the exact top k", "quest": "Quest"}
@@ -136,7 +143,7 @@ def _decoding(result: Result) -> Iterator[Line]:
 
 def _exact(result: Result) -> Iterator[Line]:
     """Greedy tokens that exact decoding turned, over all its settings."""
-    rows = [row for row in parity.counted(result) if row["mode"] == "exact"]
+    rows = [row for row in systems.compared(result["rows"]) if systems.mode_of(row) == "exact"]
     if rows:
         flips, compared = (sum(row[key] for row in rows) for key in ("flips", "compared"))
         words = f"exact=True, {len(rows)} settings of drafter, gamma and batch"
@@ -144,42 +151,29 @@ def _exact(result: Result) -> Iterator[Line]:
 
 
 def _steps(result: Result) -> Iterator[Line]:
-    """Verification steps of long contexts against their floors."""
-    for row in result["rows"]:
-        time, case = spread(row, "step"), row["case"]
-        is_long = case.get("T") == 10 and case["B"] * case["context"] > 2**18
-        if row["operation"] == "decode_step" and time and is_long:
-            words = f"{case['model']}, B={case['B']}, {kilo(case['context'])} tokens, T={case['T']}"
-            over = time.median * 1e3 / row["floor_ns"]
+    """Verification steps of long contexts against their floors, a step of HATA over the dense one,
+    and tokens a second by a stated acceptance over plain decoding."""
+    for step in records.steps([result], "pass"):
+        _, model, batch, context = step.place
+        if step.gamma == 9 and batch * context > 2**18:
+            words = f"{model}, B={batch}, {kilo(context)} tokens, T=10"
             floor = "the time to read its bytes at the ceiling"
-            yield words, f"{time.median / 1e3:.2f} ms", f"{over:.2f} of {floor}"
-
-
-def _lossy(result: Result) -> Iterator[Line]:
-    """A step of HATA over the dense one."""
-    for step in lossy.steps(result["rows"]):
-        if step.policy == "hata" and step.speedup is not None:
-            model, _, batch, context = lossy.case_cells(step)
+            yield words, f"{step.us / 1e3:.2f} ms", f"{step.over_floor:.2f} of {floor}"
+    for place, of_place in records.by_place(records.steps([result], "read")).items():
+        _, model, batch, context = records.words(place)
+        if {"hata", "dense"} <= of_place.keys():
+            hata, dense = of_place["hata"].us, of_place["dense"].us
             words = f"{model}, B={batch}, {context} tokens, hata"
-            speed = f"{number(step.tokens)} tokens/s"
-            yield words, speed, ratio(step.speedup, " as fast as the dense step")
-
-
-def _imposed(result: Result) -> Iterator[Line]:
-    """Tokens a second at true shapes, by a stated acceptance, over plain decoding."""
-    rows = [r for r in result["rows"] if r["acceptance"] == "imposed" and "tokens_per_s" in r]
-    plain = {_shape(row): row["tokens_per_s"] for row in rows if row["name"] == "plain"}
-    for row in rows:
-        if row["name"] == "vegas" and row["checked"] and _shape(row) in plain:
-            case, measured = row["case"], row["tokens_per_s"]
-            words = f"{case['model']}, B={case['B']}, {kilo(case['S'])} tokens, {row['name']}"
-            speed = f"{number(measured)} tokens/s"
-            compared = ratio(measured / plain[_shape(row)], " plain decoding")
-            yield words, speed, f"{compared}; imposed acceptance (the paper's)"
-
-
-def _shape(row: Row) -> tuple[Any, ...]:
-    return tuple(row["case"][key] for key in ("model", "layers", "B", "S"))
+            speed = ratio(dense / hata, " as fast as the dense step")
+            yield words, f"{number(int(batch) / hata * 1e6)} tokens/s", speed
+    drafts = (x for x in records.steps([result], "draft") if systems.is_imposed(x))
+    for place, of_place in records.by_place(drafts).items():
+        _, model, batch, context = records.words(place)
+        if {"vegas", "plain"} <= of_place.keys():
+            rate, plain = (of_place[x].row["tokens_per_s"] for x in ("vegas", "plain"))
+            words = f"{model}, B={batch}, {context} tokens, vegas"
+            compared = ratio(rate / plain, " plain decoding")
+            yield words, f"{number(rate)} tokens/s", f"{compared}; imposed acceptance (the paper's)"
 
 
 def _meshes(result: Result) -> Iterator[Line]:
@@ -206,8 +200,9 @@ def _mesh_steps(result: Result) -> Iterator[Line]:
     steps = {}
     for row in result["rows"]:
         case, time = row["case"], spread(row, "step")
-        others = case["strategy"] != "helix" or case["overlap"] > 1 or case["draft"] == "verify"
-        if time is None or others or case["S"] < LONG:
+        if time is None or row["operation"] != "step" or case["S"] < LONG:
+            continue
+        if case["strategy"] != "helix" or case["overlap"] > 1 or case["draft"] == "verify":
             continue
         at = tuple((key, case[key]) for key in case if key not in meshes)
         steps[at, case["kvp"], case["tpa"]] = case, time.median / 1e3
@@ -222,15 +217,10 @@ def _mesh_steps(result: Result) -> Iterator[Line]:
 
 def _served(result: Result) -> Iterator[Line]:
     """The engine with all requests there at once, by drafter."""
-    rows = [row for row in serving.timed(result["rows"]) if row["case"]["load"] == "full"]
-    plain = {str(row["case"]): row for row in rows if row["name"] == "none"}
-    for row in rows:
-        case, none = row["case"], plain.get(str(row["case"]))
-        if none is None or none is row:
-            continue
-        speed = row["tokens_per_s"] / none["tokens_per_s"]
+    for row, plain in systems.at_full_load(result["rows"]):
+        case, speed = row["case"], row["tokens_per_s"] / plain["tokens_per_s"]
         said = [ratio(speed, " as fast as without drafts")]
-        if (share := serving.of_step(row)) is not None:
+        if (share := systems.of_steps(row)) is not None:
             said.append(f"{share:.2f} of the rate of the steps alone")
         words = f"{case['model']}, {case['mix']}, {case['B']} slots, {row['name']}"
         yield words, f"{row['tokens_per_s']:,.0f} tokens/s", "; ".join(said)
@@ -255,15 +245,11 @@ LINES: dict[str, Callable[[Result], Iterator[Line]]] = {
     **dict.fromkeys(("attention", "gather", "select"), ATTENTION),
     **dict.fromkeys(("hata", "hata-layer"), _layer),
     "hata-off": _host,
-    "ruler": _quality,
+    **dict.fromkeys(("quality", "ruler", "parity"), _chained(_quality, _exact)),
+    **dict.fromkeys(("decode", "hata-e2e", "throughput"), _steps),
+    **dict.fromkeys(("helix", "helix-attention", "helix-step"), _chained(_meshes, _mesh_steps)),
     "step": _decoding,
-    "parity": _exact,
-    "decode": _steps,
-    "hata-e2e": _lossy,
-    "throughput": _imposed,
     "serving": _served,
-    "helix-attention": _meshes,
-    "helix-step": _mesh_steps,
 }
 
 

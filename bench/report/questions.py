@@ -98,7 +98,7 @@ QUESTIONS = (
     ),
     Question(
         "A layer and a step of each policy",
-        ("hata", "hata-layer", "hata-e2e"),
+        ("hata", "hata-layer", "decode", "hata-e2e"),
         "Random weights, 1.56 % of the context selected (n of S slots), over the fastest dense "
         "attention or the dense step. A layer: all between its projections, the policy's work "
         "included; a step: all layers, two of them dense.",
@@ -114,7 +114,7 @@ QUESTIONS = (
     ),
     Question(
         "Quality of policies",
-        ("ruler",),
+        ("quality", "ruler"),
         "Percent right on RULER's six kinds of questions, the bundled model reading a share of the "
         "context; *bytes*: of a key, read to score it; *accepted length*: as a drafter, gamma 4, "
         "measured. Policies with -16 read 16 bytes, as hata does.",
@@ -123,7 +123,7 @@ QUESTIONS = (
     ),
     Question(
         "Accepted lengths of drafters",
-        ("vegas-accept",),
+        ("quality", "vegas-accept"),
         "Tokens committed per verification, **measured** with the bundled model, drafts with 7 % "
         "of the context; *over Vegas*: above Vegas as published, "
         "the mean of the same texts and its standard error.",
@@ -139,14 +139,14 @@ QUESTIONS = (
     ),
     Question(
         "An iteration and its parts",
-        ("vegas-breakdown", "families"),
+        ("decode", "vegas-breakdown", "families"),
         "Random weights; milliseconds of a draft of gamma tokens and its verification, of the "
         "two parts, and of a plain step. *selecting adds*: to the rest of the iteration.",
         systems.iterations,
     ),
     Question(
         "Throughput with imposed acceptance",
-        ("throughput", "families"),
+        ("decode", "throughput", "families"),
         "Real models' shapes with random weights: the time of an iteration is measured, **the "
         "tokens that it commits are imposed**, by the acceptance that Yue et al. 2026 state for "
         "LongBench-v2. No answer was read.",
@@ -163,25 +163,25 @@ QUESTIONS = (
     ),
     Question(
         "Helix on two GPUs",
-        ("collectives",),
+        ("helix", "collectives"),
         "Microseconds of a message in a jitted loop, NCCL's unless it says pallas or cuda.",
         systems.collectives,
     ),
     Question(
         "",
-        ("helix-attention",),
+        ("helix", "helix-attention"),
         "A layer's attention with its exchange, over one device that has all of the cache.",
         systems.shared_attention,
     ),
     Question(
         "",
-        ("helix-step",),
+        ("helix", "helix-step"),
         "Whole steps, random weights, gamma 5; Helix (KVP=2) over tensor parallelism, *by heads*.",
         systems.shared_steps,
     ),
     Question(
         "Exactness",
-        ("parity",),
+        ("quality", "parity"),
         "Greedy tokens in bfloat16 against exact plain decoding ([what exact is](exact.md)). "
         "*margin*: how far apart the two highest logits of a flip are, median and largest.",
         systems.flips,

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from bench.cases import kilo
-from bench.real.drafters import ALL, PLAIN
+from bench.drafters import ALL, PLAIN
 from bench.real.figures import (
     Row,
     batch_rate,

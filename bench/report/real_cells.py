@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bench.real.drafters import ALL, FEW, PLAIN, SAMPLING
+from bench.drafters import ALL, FEW, PLAIN, SAMPLING
 from bench.real.figures import Row, is_timed, over_plain, steady_rate, where
 from bench.real.rivals import NAMES as RIVALS
 

@@ -32,9 +32,14 @@ class Run:
 
     @property
     def card(self) -> str:
-        """``H200`` for NVIDIA H200."""
-        match = re.match(r"NVIDIA (\S+)", self.device)
-        return match[1] if match else self.device
+        return card_of(self.result)
+
+
+def card_of(result: dict[str, Any]) -> str:
+    """``H200`` for a result of an NVIDIA H200."""
+    device = result["machine"]["device"]
+    match = re.match(r"NVIDIA (\S+)", device)
+    return match[1] if match else device
 
 
 def read(results: Path) -> list[Run]:

@@ -366,12 +366,12 @@ def _fit_tables(fits: Sequence[Fit], constants: Constants, hardware: Hardware) -
     tables = []
     for fit in fits:
         table = Table()
-        for column in (fit.suite, "measured us", "fitted us", "residual"):
-            table.add_column(column, justify="left" if column == fit.suite else "right")
+        for column in (fit.kind, "measured us", "fitted us", "residual"):
+            table.add_column(column, justify="left" if column == fit.kind else "right")
         for point in fit.points:
             times = f"{point.measured_us:,.2f}", f"{point.fitted_us:,.2f}"
             table.add_row(point.name, *times, f"{point.residual:+.1%}")
-        share, fixed, rate = FITTED[fit.suite]
+        share, fixed, rate = FITTED[fit.kind]
         spec = getattr(hardware, rate)
         title = f"{fit.gbps:,.0f} GB/s, {share}={getattr(constants, share):.3g} of {spec:,.0f}"
         if fit.fixed_us is not None:

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 import bench.__main__ as command
-from bench import decoding, point, table, verify
+from bench import point, table, verify
 from bench.__main__ import COMMANDS, SUITES, main
 from bench.suite import suite_of
 from jspec.dispatch import Backend
@@ -89,26 +89,6 @@ def test_an_interrupted_run_keeps_what_it_measured(monkeypatch, capsys, tmp_path
     assert [row["case"]["B"] for row in result["rows"]] == [2]
 
 
-def test_an_interrupted_decoding_keeps_what_it_measured(monkeypatch, tmp_path):
-    calls = []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            command._interrupt(signal.SIGTERM, None)
-        return {"decode_tokens_per_s": 2.0, "mean_accepted_length": 1.0}, [(1, 2)]
-
-    monkeypatch.setattr(command, "_INTERRUPTED", threading.Event())
-    monkeypatch.setattr(decoding, "decoded", interrupted)
-    monkeypatch.setattr(decoding, "texts", lambda *arguments: [[1, 2, 3]])
-    monkeypatch.setattr(decoding, "_marginal", lambda *arguments: {"step_ms": 0.5})
-    path = tmp_path / "result.json"
-    assert main(["step", "--quick", "--json", str(path)]) == 130
-    result = json.loads(path.read_text())
-    assert result["interrupted"]
-    assert [row["source"] for row in result["rows"]] == ["none"]
-
-
 def test_signals_that_come_together_count_as_one(monkeypatch):
     monkeypatch.setattr(command, "_INTERRUPTED", threading.Event())
     with pytest.raises(KeyboardInterrupt):
@@ -157,8 +137,8 @@ def test_an_unknown_backend_lists_the_known_ones(capsys):
         (["verify", "--compare", "list"], "--compare list is no result of verify"),
         (["verify", "--compare", "bare"], "--compare bare is no result of verify: KeyError"),
         (["verify", "--compare", "rows"], "--compare rows is no result of verify"),
-        (["step", "--compare", "rows"], "is a result of 'verify', not of 'step'"),
-        (["step", "--compare", "step"], "--compare step is no result of step: KeyError"),
+        (["serving", "--compare", "rows"], "is a result of 'verify', not of 'serving'"),
+        (["serving", "--compare", "step"], "--compare step is no result of serving: KeyError"),
         (["verify", "--json", "folder"], "--json cannot write folder: "),
         (["all", "--json", "text"], "--json cannot write text/verify.json: "),
         (["verify", "--json", "text/deeper.json"], "--json cannot write text/deeper.json: "),
@@ -176,7 +156,7 @@ def test_what_cannot_be_done_is_said_before_anything_runs(
         "list": "[]",
         "bare": json.dumps({"suite": "verify"}),
         "rows": json.dumps({"suite": "verify", "rows": [1], **machine}),
-        "step": json.dumps({"suite": "step", "rows": [{"source": "none"}], **machine}),
+        "step": json.dumps({"suite": "serving", "rows": [{"source": "none"}], **machine}),
     }.items():
         (tmp_path / name).write_text(found)
     monkeypatch.setattr(command, "_run", lambda *arguments: pytest.fail("measured"))
@@ -215,13 +195,6 @@ def test_a_table_fits_the_terminal_and_explains_its_ratios(
     assert ("p10-p90" in text) == percentiles
     assert [line.split()[-2:] for line in lines[2:4]] == [["1.00x", "1.50x"], ["0.50x", "1.50x"]]
     assert "x: how many times as fast, above 1 for faster" in text
-
-
-def test_decoding_is_compared_by_the_time_of_a_step():
-    case = {"source": "none", "gamma": 0, "batch": 1}
-    result = {"rows": [case | {"context": c, "step_ms": 2.0} for c in (2048, 8192)]}
-    assert decoding.compare(result, {"rows": [case | {"context": 8192, "step_ms": 3.0}]}) == 1
-    assert [row.get("ratio") for row in result["rows"]] == [None, 1.5]
 
 
 def test_compare_gives_the_ratio_of_each_row(capsys, tmp_path):

@@ -14,10 +14,10 @@ from scipy import stats
 import jspec
 from bench.__main__ import main
 from bench.decode.shapes import Ceilings
+from bench.drafters import ALL, PLAIN, SAMPLING, Drafting, params_of
 from bench.real import case, check, figures, grid, texts
 from bench.real.answers import per_step, repeats
 from bench.real.cell import Cell
-from bench.real.drafters import ALL, PLAIN, SAMPLING, Drafting, params_of
 from jspec.decode.programs import PROGRAMS
 from jspec.models.bundled import bundled_path
 from tests.conftest import OF_BYTES, make_decoder
@@ -42,7 +42,8 @@ def prompts(tokenizer):
 def cell(tokenizer, prompts):
     # A sharp model, so that some drafts are accepted and others are not.
     model = make_decoder(CONFIG, seed=1, head=3.0)
-    made = Cell(model, tokenizer, prompts[:4], 2, exact=False, limits=LIMITS)
+    rows = [prompt.tokens for prompt in prompts[:4]]
+    made = Cell(model, tokenizer, rows, 2, exact=False, limits=LIMITS)
     plain = Drafting.of(PLAIN, 3, exact=False)
     made.compile([(plain, "greedy"), (plain, "t0.8")])
     assert made.row(plain, "greedy", 12)["checked"]

@@ -1,20 +1,19 @@
-"""The suite `serving`: loads, what is read of them, checks, tables and the section."""
+"""The suite `serving`: loads, the figures of them, and checks."""
 
 import dataclasses
-import json
 import time
 
 import numpy as np
 import pytest
 
+import jspec
 from bench import load, profiles, serving
-from bench.__main__ import main
 from bench.settings import Settings
+from bench.texts import texts
 from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft
 from jspec.decode.engine import Engine
 from jspec.decode.settings import StepConfig
-from tests.bench.test_report import MACHINE
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 
@@ -75,17 +74,22 @@ def test_the_chunks_of_a_sample_follow_each_other(tiny, monkeypatch):
     assert len(waits) == 1 + 5  # the first chunk compiles
 
 
-def test_cases_take_what_their_mix_has():
-    found = serving.case("model=qwen3-8b,mix=long-context,B=8,S=32K")
-    assert (found["S"], found["new"], found["requests"]) == (32768, 16, 24)
-    assert [case["mix"] for case in serving.grid(Settings())] == ["reasoning", "long-context"]
-    for text in ("mix=poems", "model=gpt-2", "C=3"):
+BENCHMARK = serving.SERVING
+
+
+def test_cases_have_the_sizes_of_their_mix():
+    case = BENCHMARK.case("model=qwen3-8b,mix=long-context,B=8,S=32K")
+    assert (case["S"], case["new"], case["requests"]) == (32768, 128, 24)
+    assert [x["mix"] for x in BENCHMARK.grid(Settings())] == ["reasoning", "long-context"]
+    for text in ("mix=poems", "model=gpt-2", "C=3", "gamma=3"):
         with pytest.raises(ValueError, match="must be one of"):
-            serving.case(text)
+            BENCHMARK.case(text)
+    with pytest.raises(ValueError, match="the bundled model has all of its layers"):
+        BENCHMARK.case("layers=2")
 
 
 def test_requests_are_ragged_around_the_case():
-    case = serving.case("model=qwen3-4b,S=100,new=50,requests=200")
+    case = BENCHMARK.case("model=qwen3-4b,S=100,new=50,requests=200")
     sizes = [(len(text), params.max_new_tokens) for text, params in serving.requests_of(case)]
     lengths, news = np.array(sizes).T
     assert lengths.min() >= 50
@@ -95,88 +99,59 @@ def test_requests_are_ragged_around_the_case():
     assert sizes == [(len(x), p.max_new_tokens) for x, p in serving.requests_of(case)]
 
 
-def row(name: str, load: str, speed: float, **rest) -> dict:
-    case = serving.case("B=2,S=16,new=8") | {"load": load}
-    own = {"token_s": [0.01, 0.02], "first_token_s": [0.5], "mean_accepted_length": 2.0}
-    return {"case": case, "name": name, "checked": True, "tokens_per_s": speed} | own | rest
+def test_texts_depend_on_the_number_of_their_row_alone():
+    _, tokenizer = jspec.load_bundled()
+    whole = texts(tokenizer, range(5), 600)
+    assert texts(tokenizer, range(2, 5), 600) == whole[2:]
+    assert {len(text) for text in whole} == {600}
+    assert len({tuple(text) for text in whole}) == 5
 
 
-def result() -> dict:
-    rows = [
-        row("none", "full", 100.0, full_tokens_per_s=95.0, step_s=0.04),
-        row("vegas", "full", 250.0),
-        {"case": row("chain", "full", 0)["case"], "name": "chain", "checked": False}
-        | {"operation": "serving"}
-        | {"reason": "its tokens are wrong"},
-    ]
-    return {"suite": "serving", "machine": MACHINE, "rows": rows}
+CASE = "B=2,S=12,new=6,requests=5"
 
 
-def test_the_table_and_the_comparison(capsys):
-    serving.show(result())
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 100
-    assert "chain: its tokens are wrong" in out
-    # Two rows of two tokens in 40 ms are 100 a second by the steps alone.
-    assert serving.of_step(result()["rows"][0]) == pytest.approx(0.95)
-    rows = serving.timed(result()["rows"])
-    cells = {row["name"]: serving.cells(row, rows) for row in rows}
-    assert cells["vegas"] == ("full", "vegas", "250", "2.50x", "15.0 / 19.0", "500.0", "2.00", "")
-    assert "0.95" in out
-    earlier = result()
-    earlier["rows"][1]["tokens_per_s"] = 125.0
-    now = result()
-    assert serving.compare(now, earlier) == 2
-    assert now["rows"][1]["ratio"] == 2
-
-
-CASE = ("serving", "--quick", "--case", "B=2,S=12,new=6,requests=5")
+def rows(text: str, *names: str) -> list[dict]:
+    return list(BENCHMARK.measure(BENCHMARK.case(text), Settings(quick=True, only=names)))
 
 
 @pytest.mark.slow
-def test_a_quick_run(small_bundled, tmp_path, capsys):
-    path = tmp_path / "out.json"
-    assert main([*CASE, "--backend", "ngram", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [(x["name"], x["case"]["load"]) for x in rows] == [
+def test_a_case_has_a_row_for_each_drafter_and_load(small_bundled):
+    measured = rows(CASE, "ngram")
+    assert [(x["name"], x["case"]["load"]) for x in measured] == [
         *(("none", "full"), ("none", "50%")),
         *(("ngram", "full"), ("ngram", "50%")),
     ]
-    assert all(x["checked"] and x["compilations"] == 0 and x["tokens_per_s"] > 0 for x in rows)
-    assert rows[0]["mean_accepted_length"] == 1
-    assert "of step" in capsys.readouterr().out
+    assert all(x["checked"] and x["tokens_per_s"] > 0 for x in measured)
+    assert all(x["served"]["compilations"] == 0 for x in measured)
+    assert (measured[0]["length"], measured[0]["vs_plain"]) == (1, 1)
+    assert measured[2]["vs_plain"] == pytest.approx(
+        measured[2]["tokens_per_s"] / measured[0]["tokens_per_s"]
+    )
 
 
 @pytest.mark.slow
-def test_true_shapes_have_the_papers_acceptance(monkeypatch, tmp_path):
+def test_true_shapes_have_the_papers_acceptance(monkeypatch):
     """Here of a small model; what is checked are its own tokens."""
-    model = make_decoder(dataclasses.replace(TINY, vocab_size=32000), seed=3)
-    monkeypatch.setattr(serving.decode, "drawn", lambda *_: model)
-    right, checked = serving.decoding.check_tokens, []
-
-    def check_tokens(*args):
-        checked.append(args[0])
-        return right(*args)
-
-    monkeypatch.setattr(serving.decoding, "check_tokens", check_tokens)
-    path, named = tmp_path / "out.json", ("--backend", "stream", "--backend", "ngram")
-    case = "model=qwen3-8b,B=2,S=12,new=80,requests=5"
-    assert main(["serving", "--quick", "--case", case, *named, "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    lengths = {row["name"]: row.get("mean_accepted_length") for row in rows}
+    model = make_decoder(dataclasses.replace(TINY, vocab_size=151936), seed=3)
+    monkeypatch.setattr(serving, "drawn", lambda *_: model)
+    measured = rows("model=qwen3-8b,B=2,S=12,new=80,requests=5,gamma=4", "streaming", "ngram")
+    lengths = {row["name"]: row.get("length") for row in measured}
     rate = profiles.rate_of("qwen3-8b")
-    assert {row["rate"] for row in rows} == {rate}
+    assert {row["rate"] for row in measured} == {rate}
     assert lengths["none"] == 1
-    assert lengths["stream"] == pytest.approx(profiles.committed(rate, 4), rel=0.1)
+    assert lengths["streaming"] == pytest.approx(profiles.committed(rate, 4), rel=0.1)
     assert lengths["ngram"] is None
-    assert checked == [model] * 2
 
 
-@pytest.mark.slow
-def test_wrong_tokens_fail_the_run_and_have_no_speed(small_bundled, monkeypatch, tmp_path):
-    monkeypatch.setattr(serving.decoding, "check_tokens", lambda *_: {"checked": False})
-    path = tmp_path / "out.json"
-    assert main([*CASE, "--backend", "none", "--json", str(path)]) == 1
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["reason"] == "its tokens are wrong"
+def test_wrong_tokens_have_no_speed(small_bundled, monkeypatch):
+    right = serving.serve
+
+    def wrong(*arguments):
+        load = right(*arguments)
+        tokens = [((text[0] + 1) % 256, *text[1:]) for text in load.tokens]
+        return dataclasses.replace(load, tokens=tokens)
+
+    monkeypatch.setattr(serving, "serve", wrong)
+    (row,) = rows(CASE, "none")
+    assert (row["checked"], row["reason"]) == (False, "its tokens are wrong")
     assert "tokens_per_s" not in row

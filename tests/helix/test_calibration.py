@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bench import collectives, helix_attention
+from bench.helix import LAYER, MESSAGE, layer
+from bench.helix.messages import COLLECTIVES, ONE_SIDED
 from jspec.cli import main
 from jspec.helix.simulator import Constants, calibrated, load_fit, load_hardware
 
@@ -14,8 +15,8 @@ SIZES = (2048, 32768, 262144, 2**20, 2**24)
 
 
 def message(name: str, ranks: int, size: int, microseconds: float) -> dict:
-    case = collectives.DEFAULT | {"P": ranks, "bytes": size}
-    return {"operation": name, "case": case, "step_ns": [1e3 * microseconds] * 3}
+    case = MESSAGE.default | {"P": ranks, "bytes": size}
+    return {"operation": "message", "name": name, "case": case, "step_ns": [1e3 * microseconds] * 3}
 
 
 def sent(name: str, ranks: int, size: int) -> float:
@@ -27,28 +28,28 @@ def sent(name: str, ranks: int, size: int) -> float:
 def messages(fixed: float, gbps: float, error: float = 0.0) -> dict:
     rng = np.random.default_rng(0)
     rows = []
-    for name in collectives.COLLECTIVES:
+    for name in COLLECTIVES:
         for ranks in (2, 4):
             for size in SIZES:
-                if name in collectives.ONE_SIDED:  # left out, whatever it takes
+                if name in ONE_SIDED:  # left out, whatever it takes
                     rows.append(message(name, ranks, size, 1000.0))
                     continue
                 time = fixed + sent(name, ranks, size) / gbps / 1e3
                 time *= 1 + error * rng.uniform(-1, 1)
                 rows.append(message(name, ranks, size, time))
-    return {"suite": "collectives", "rows": [*rows, {"operation": "x", "reason": "2 devices"}]}
+    return {"suite": "helix", "rows": [*rows, {"operation": "x", "reason": "2 devices"}]}
 
 
 def reads(fixed: float, gbps: float, slots=(2**15, 2**18)) -> dict:
     rows = []
     for size in slots:
         for kvp in (1, 2):  # what is shared has an exchange in it, and is left out
-            case = helix_attention.DEFAULT | {"S": size, "kvp": kvp}
+            case = layer.DEFAULT | {"S": size, "kvp": kvp}
             moved = size * 4096 // kvp
             time = 1e3 * fixed + moved / gbps + (kvp - 1) * 1e6
             row = {"operation": "attend", "case": case, "name": "helix", "bytes": moved}
             rows.append(row | {"step_ns": [time]})
-    return {"suite": "helix-attention", "rows": rows}
+    return {"suite": "helix", "rows": rows}
 
 
 def written(tmp_path, result) -> str:
@@ -89,7 +90,7 @@ def test_one_size_gives_a_rate_alone(tmp_path):
 def test_latents_give_the_rate_of_their_arithmetic(tmp_path, capsys):
     result = reads(3.5, 4320.0)
     for kvp in (1, 2):
-        case = helix_attention.case(f"B=2,S=32K,{helix_attention.LATENT},kvp={kvp}")
+        case = LAYER.case(f"B=2,S=32K,{layer.LATENT},kvp={kvp}")
         operations = 2 * 2 * 2**15 * 128 * (576 + 512) / kvp
         row = {"operation": "attend", "case": case, "name": "helix"}
         result["rows"].append(row | {"step_ns": [operations / 5e5]})
@@ -109,31 +110,37 @@ def test_latents_give_the_rate_of_their_arithmetic(tmp_path, capsys):
     [
         ("{", "is not valid JSON"),
         ("[]", "must hold a JSON object"),
+        ({"suite": "helix"}, "has no times of messages or attention: KeyError: 'rows'"),
+        ({"suite": "helix", "rows": [3]}, "has no times of messages or attention: Attribute"),
+        ({"suite": "helix", "rows": []}, "no row of attention of one device .* has times"),
         (
-            {"suite": "verify", "rows": []},
-            "is a result of 'verify'; write one with",
-        ),
-        ({"suite": "collectives"}, "is no result of collectives: KeyError: 'rows'"),
-        ({"suite": "collectives", "rows": [3]}, "is no result of collectives: AttributeError"),
-        ({"suite": "collectives", "rows": []}, "no row of collectives of two devices or more has"),
-        (
-            {"suite": "helix-attention", "rows": []},
-            "no row of .* of one device .* has times",
+            {"suite": "helix", "rows": [message("all_to_all, cuda", 2, 8, 1.0)]},
+            "no row of messages of two devices or more has times",
         ),
         (
-            {"suite": "collectives", "rows": [message("send", 2, 8, 1.0)]},
-            "is no result of collectives: KeyError: 'send'",
+            {"suite": "helix", "rows": [message("send", 2, 8, 1.0)]},
+            "has no times of messages or attention: KeyError: 'send'",
         ),
         (
-            {"suite": "collectives", "rows": [message("all_to_all", 2, 8, -1.0)]},
+            {"suite": "helix", "rows": [message("all_to_all", 2, 8, -1.0)]},
             "all_to_all, P=2, 8 bytes: -1 us must be above 0",
         ),
         (
-            {"suite": "collectives", "rows": [message("all_to_all", 2, n, 9 / n) for n in (8, 64)]},
-            "the times of collectives do not grow with the bytes, 4 to 32",
+            {"suite": "helix", "rows": [message("all_to_all", 2, n, 9 / n) for n in (8, 64)]},
+            "the times of messages do not grow with the bytes, 4 to 32",
         ),
     ],
-    ids=["text", "list", "suite", "rows", "row", "empty", "shared", "name", "negative", "falling"],
+    ids=[
+        "text",
+        "list",
+        "rows",
+        "row",
+        "empty",
+        "one-sided",
+        "name",
+        "negative",
+        "falling",
+    ],
 )
 def test_files_without_what_is_needed_are_refused(result, message, tmp_path, capsys):
     path = written(tmp_path, result)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import helix_attention, helix_state
+from bench.helix import LAYER, STEP
 from jspec.cli import main
 from jspec.helix.simulator import Constants, calibrated, load_fit, load_hardware, predictions
 
@@ -21,10 +21,10 @@ FREE = dataclasses.replace(
 READ, SENT = H200.memory_gbps * 1e3, H200.link_gbps * 1e3  # bytes a microsecond
 
 
-def written(tmp_path, suite: str, *cases: dict) -> str:
-    rows = [{"case": case, "name": "helix", "step_ns": [9e3, 2e3, 4e3]} for case in cases]
-    path = tmp_path / f"{suite}.json"
-    path.write_text(json.dumps({"suite": suite, "rows": rows}))
+def written(tmp_path, operation: str, *cases: dict) -> str:
+    row = {"operation": operation, "name": "helix", "step_ns": [9e3, 2e3, 4e3]}
+    path = tmp_path / f"{operation}.json"
+    path.write_text(json.dumps({"suite": "helix", "rows": [row | {"case": x} for x in cases]}))
     return str(path)
 
 
@@ -39,7 +39,7 @@ def written(tmp_path, suite: str, *cases: dict) -> str:
     ],
 )
 def test_attention_is_its_reads_and_its_message(text, read, sent, tmp_path):
-    path = written(tmp_path, "helix-attention", helix_attention.case(f"S=256K,{text}"))
+    path = written(tmp_path, "attend", LAYER.case(f"S=256K,{text}"))
     (found,) = predictions(path, H200, FREE)
     wanted = read / READ + (0 if sent is None else 1 + sent / SENT)
     assert found.measured_us == 4
@@ -49,7 +49,7 @@ def test_attention_is_its_reads_and_its_message(text, read, sent, tmp_path):
 
 @pytest.mark.parametrize(("text", "messages"), [("kvp=1", 0), ("kvp=2", 3), ("tpa=2", 2)])
 def test_a_step_is_weights_cache_and_messages(text, messages, tmp_path):
-    path = written(tmp_path, "helix-step", helix_state.case(f"S=256K,{text}"))
+    path = written(tmp_path, "step", STEP.case(f"S=256K,{text}"))
     (found,) = predictions(path, H200, dataclasses.replace(FREE, link_share=1e9))
     devices = 1 + (messages > 0)
     # Llama 3.1 8B without the embedding that looks tokens up; all of KVP project q, k and v.
@@ -61,21 +61,21 @@ def test_a_step_is_weights_cache_and_messages(text, messages, tmp_path):
 
 def test_what_the_simulator_does_not_know_is_left_out(tmp_path):
     unknown = ("kvp=2,strategy=gather", "T=10", "kvp=2,part=read", "kvp=2,overlap=2")
-    cases = [helix_attention.case(text) for text in unknown]
-    assert predictions(written(tmp_path, "helix-attention", *cases), H200, FREE) == ()
-    path = written(tmp_path, "helix-step", helix_state.case("draft=vegas"))
+    cases = [LAYER.case(text) for text in unknown]
+    assert predictions(written(tmp_path, "attend", *cases), H200, FREE) == ()
+    path = written(tmp_path, "step", STEP.case("draft=vegas"))
     assert predictions(path, H200, FREE) == ()
     assert main(["simulate", "measured", path]) == 2
 
 
 def test_the_command_fits_and_predicts(tmp_path, capsys):
-    cases = [helix_attention.case(f"S=256K,kvp={kvp}") for kvp in (1, 2)]
-    path = written(tmp_path, "helix-attention", *cases)
-    rows = json.loads((tmp_path / "helix-attention.json").read_text())["rows"]
+    cases = [LAYER.case(f"S=256K,kvp={kvp}") for kvp in (1, 2)]
+    path = written(tmp_path, "attend", *cases)
+    rows = json.loads((tmp_path / "attend.json").read_text())["rows"]
     for row, size in zip(rows, (2**30, 2**29), strict=True):
         row |= {"bytes": size, "step_ns": [size / 4e3]}  # 4 TB/s
-    text = json.dumps({"suite": "helix-attention", "rows": rows})
-    (tmp_path / "helix-attention.json").write_text(text)
+    text = json.dumps({"suite": "helix", "rows": rows})
+    (tmp_path / "attend.json").write_text(text)
     command = ["simulate", "measured", path, "--hardware", "h200", "--calibrate", path]
     assert main(command) == 0
     assert "memory_share=0.833 of 4,800" in capsys.readouterr().out
@@ -89,10 +89,10 @@ def test_the_command_fits_and_predicts(tmp_path, capsys):
     ("text", "message"),
     [
         ("{", "is not valid JSON"),
-        ('{"suite": "verify", "rows": []}', "is a result of 'verify'; write one with"),
-        ('{"suite": "helix-step", "rows": [{"step_ns": [1]}]}', "is no result of helix-step: KeyE"),
+        ('{"suite": "helix"}', "has no times of steps or attention: KeyError: 'rows'"),
+        ('{"suite": "helix", "rows": [{"step_ns": [1]}]}', "no times of steps or attention: KeyE"),
     ],
-    ids=["text", "suite", "row"],
+    ids=["text", "rows", "row"],
 )
 def test_files_that_hold_no_steps_are_refused(text, message, tmp_path):
     path = tmp_path / "x.json"

@@ -49,10 +49,10 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The fit of a fixed time and a rate to the times of a suite of the bench.
+    """The fit of a fixed time and a rate to times of the bench.
 
     Attributes:
-        suite: name of the suite.
+        kind: ``"messages"`` or ``"attention"``, a key of `FITTED`.
         fixed_us: microseconds that do not depend on bytes; None where all points have the same
             bytes, so that only the rate is fitted.
         gbps: gigabytes a second.
@@ -60,7 +60,7 @@ class Fit:
         tflops: rate of attention to latents; None where none was measured.
     """
 
-    suite: str
+    kind: str
     fixed_us: float | None
     gbps: float
     points: tuple[Point, ...]
@@ -68,31 +68,26 @@ class Fit:
 
 
 def load_fit(path: str | Path) -> Fit:
-    """Fit the times of a result of the suite ``collectives`` or ``helix-attention``.
+    """Fit the times of messages, or else of attention, in a result of ``python -m bench helix``.
 
     Raises:
         ValueError: the file holds no such result, or too few measurements.
     """
     result = read_json(Path(path))
-    suite = result.get("suite")
-    if suite not in SUITES:
-        raise ValueError(
-            f"{path} is a result of {suite!r:.80}; write one with python -m bench collectives "
-            f"--json FILE, or helix-attention"
-        )
     try:
         rows = [row for row in result["rows"] if row.get("step_ns")]
+        kind = "messages" if any("P" in row["case"] for row in rows) else "attention"
         times, latents = (
             [_measured(point) for point in map(of, rows) if point is not None]
-            for of in (SUITES[suite], _latent)
+            for of in (READERS[kind], _latent)
         )
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(
-            f"{path} is no result of {suite}: {type(error).__name__}: {error}; write one with "
-            f"python -m bench {suite} --json FILE"
+            f"{path} has no times of messages or attention: {type(error).__name__}: {error}; "
+            f"{WRITE} or op=layer"
         ) from None
     try:
-        return _with_latents(_fitted(suite, times), latents)
+        return _with_latents(_fitted(kind, times), latents)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -101,7 +96,7 @@ def calibrated(constants: Constants, hardware: Hardware, fits: Iterable[Fit]) ->
     """Replace the constants that ``fits`` determine; rates become shares of ``hardware``'s."""
     changed: dict[str, float] = {}
     for fit in fits:
-        share, fixed, rate = FITTED[fit.suite]
+        share, fixed, rate = FITTED[fit.kind]
         changed[share] = fit.gbps / getattr(hardware, rate)
         if fit.fixed_us is not None:
             changed[fixed] = fit.fixed_us
@@ -115,7 +110,9 @@ Measurement = tuple[str, float, Sequence[float]]  # its name, bytes, and nanosec
 
 
 def _collective(row: dict[str, Any]) -> Measurement | None:
-    operation, _, by = row["operation"].partition(", ")
+    if "P" not in row["case"]:
+        return None
+    operation, _, by = row["name"].partition(", ")
     if by:  # one-sided: the fit is of NCCL
         return None
     ranks, size = int(row["case"]["P"]), float(row["case"]["bytes"])
@@ -132,7 +129,7 @@ def _read(row: dict[str, Any]) -> Measurement | None:
 
 
 def _is_alone(case: dict[str, Any]) -> bool:
-    return all(case[key] == value for key, value in ALONE.items())
+    return all(case.get(key) == value for key, value in ALONE.items())
 
 
 def _latent(row: dict[str, Any]) -> Measurement | None:
@@ -146,15 +143,16 @@ def _latent(row: dict[str, Any]) -> Measurement | None:
     return name, 2.0 * case["B"] * case["S"] * heads * channels, row["step_ns"]
 
 
-# For each suite that can be fitted: the function that reads a row (`SUITES`); and the share and the
-# fixed time that it determines, with the rate of `Hardware` that the share is of (`FITTED`).
-SUITES: dict[str, Callable[[dict[str, Any]], Measurement | None]] = {
-    "collectives": _collective,
-    "helix-attention": _read,
+WRITE = "write them with python -m bench helix --json FILE --case op=message"
+# For each kind of times: the function that reads a row (`READERS`); and the share and the fixed
+# time that the fit determines, with the rate of `Hardware` that the share is of (`FITTED`).
+READERS: dict[str, Callable[[dict[str, Any]], Measurement | None]] = {
+    "messages": _collective,
+    "attention": _read,
 }
 FITTED = {
-    "collectives": ("link_share", "collective_us", "link_gbps"),
-    "helix-attention": ("memory_share", "attention_us", "memory_gbps"),
+    "messages": ("link_share", "collective_us", "link_gbps"),
+    "attention": ("memory_share", "attention_us", "memory_gbps"),
 }
 
 
@@ -167,14 +165,12 @@ def _measured(measurement: Measurement) -> tuple[str, float, float]:
     return name, size, microseconds
 
 
-def _fitted(suite: str, measured: Sequence[tuple[str, float, float]]) -> Fit:
+def _fitted(kind: str, measured: Sequence[tuple[str, float, float]]) -> Fit:
     from scipy.optimize import nnls
 
     if not measured:
-        condition = (
-            "of one device (kvp=1)" if suite == "helix-attention" else "of two devices or more"
-        )
-        raise ValueError(f"no row of {suite} {condition} has times; measure again, with the check")
+        condition = "of one device (kvp=1)" if kind == "attention" else "of two devices or more"
+        raise ValueError(f"no row of {kind} {condition} has times; {WRITE} or op=layer")
     names, sizes, times = zip(*measured, strict=True)
     sizes, times = np.array(sizes), np.array(times)
     terms = [np.ones(len(sizes)), sizes] if len(set(sizes)) > 1 else [sizes]
@@ -185,12 +181,12 @@ def _fitted(suite: str, measured: Sequence[tuple[str, float, float]]) -> Fit:
     *fixed, slope = coefficients  # microseconds, and those of a byte
     if not slope > 0:
         raise ValueError(
-            f"the times of {suite} do not grow with the bytes, {sizes.min():,.0f} to "
+            f"the times of {kind} do not grow with the bytes, {sizes.min():,.0f} to "
             f"{sizes.max():,.0f}; measure larger ones, as with --case"
         )
     fits = matrix @ coefficients * times
     points = map(Point, names, sizes.tolist(), times.tolist(), fits.tolist())
-    return Fit(suite, float(fixed[0]) if fixed else None, float(1e-3 / slope), tuple(points))
+    return Fit(kind, float(fixed[0]) if fixed else None, float(1e-3 / slope), tuple(points))
 
 
 def _with_latents(fit: Fit, measured: Sequence[tuple[str, float, float]]) -> Fit:

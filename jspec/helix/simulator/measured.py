@@ -36,7 +36,7 @@ class Prediction:
 def predictions(
     path: str | Path, hardware: Hardware, constants: Constants
 ) -> tuple[Prediction, ...]:
-    """Predict the rows of a result of ``helix-step`` or ``helix-attention``.
+    """Predict the steps and the layers of a result of ``python -m bench helix``.
 
     Rows that the simulator does not model are left out: speculation, gathered queries, and latents
     whose values are projected after the exchange.
@@ -50,22 +50,16 @@ def predictions(
         ValueError: the file holds no such result.
     """
     result = read_json(Path(path))
-    suite = result.get("suite")
-    if suite not in PREDICTED:
-        raise ValueError(
-            f"{path} is a result of {suite!r:.80}; write one with python -m bench helix-step "
-            "--json FILE, or helix-attention"
-        )
     try:
         results = [
-            _prediction(row, PREDICTED[suite](row["case"], hardware, constants))
+            _prediction(row, PREDICTED[row["operation"]](row["case"], hardware, constants))
             for row in result["rows"]
-            if row.get("step_ns") and _is_known(row["case"])
+            if row.get("step_ns") and row["operation"] in PREDICTED and _is_known(row["case"])
         ]
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(
-            f"{path} is no result of {suite}: {type(error).__name__}: {error}; write one with "
-            f"python -m bench {suite} --json FILE"
+            f"{path} has no times of steps or attention: {type(error).__name__}: {error}; write "
+            f"them with python -m bench helix --json FILE --case op=step or op=layer"
         ) from None
     return tuple(results)
 
@@ -117,8 +111,8 @@ def _attention(case: dict[str, Any], hardware: Hardware, constants: Constants) -
 
 
 PREDICTED: dict[str, Callable[[dict[str, Any], Hardware, Constants], float]] = {
-    "helix-step": _step,
-    "helix-attention": _attention,
+    "step": _step,
+    "attend": _attention,
 }
 
 __all__ = ["Prediction", "predictions"]

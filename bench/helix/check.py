@@ -8,6 +8,7 @@ the mesh and that device: the mesh rounds as often and sums in another order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -17,9 +18,8 @@ import numpy as np
 from jax import lax
 
 from bench.cases import Case
-from bench.decode.check import TOLERANCE
-from bench.decode.draft_check import MIN_SHARED, REFERENCE, share
-from bench.helix_state import rewound, step_config
+from bench.decode.check import LAYERS, MIN_SHARED, REFERENCE, TOLERANCE, share
+from bench.helix.states import alone, filled, model_of, rewound, step_config
 from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
@@ -55,33 +55,42 @@ class Computed:
     picked: list[np.ndarray]
 
 
-def in_float32(model: Any, config: StepConfig) -> tuple[Any, StepConfig]:
-    """A model of one device in float32, and a config whose steps use the backend ``xla``."""
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), model)
-    return exact, dataclasses.replace(config, backends=REFERENCE)
+def check(case: Case) -> tuple[str | None, dict[str, float]]:
+    """Why the first layers of a case are wrong, or None, and the errors of their logits."""
+    one, right = _reference(tuple(alone(case).items()))
+    mesh = one if case == alone(case) else computed(case, one)
+    return judged(mesh, one, right)
 
 
-def lowered(model: Any, shapes: DecodeState, config: StepConfig) -> jax.stages.Lowered:
-    """The program of `computed` for a state of these shapes."""
-    return _step.lower(model, _giving_drafts(shapes), config)
+@functools.lru_cache(maxsize=1)
+def _reference(case: tuple[tuple[str, Any], ...]) -> tuple[Computed, Computed]:
+    """The results of one device in bfloat16, and in float32 by the backend ``xla``."""
+    one = computed(dict(case))
+    with jax.default_matmul_precision("highest"):  # GPUs use less by default
+        return one, computed(dict(case), one, in_float32=True)
 
 
 def computed(
-    program: Any, model: Any, state: DecodeState, case: Case, reference: Computed | None = None
+    case: Case, reference: Computed | None = None, *, in_float32: bool = False
 ) -> Computed:
-    """Run ``program`` on the tokens around position S, half of them after it; consumes ``state``.
+    """Run steps on the tokens around position S, half of them after it, by the first layers.
 
     At S the block of another device begins. Drafts read the positions that were picked for
     ``reference``: with random keys a head may attend to a single one, which two nearly equal
     selections need not share.
     """
+    model, config = model_of(case, LAYERS), step_config(case)
+    if in_float32:
+        model = jax.tree.map(lambda x: x.astype(jnp.float32), model)
+        config = dataclasses.replace(config, backends=REFERENCE)
+    state = filled(model, case, config)
     size = step_config(case).gamma + 1
     steps = max(STEPS, -(-TOKENS // size))
     state = _giving_drafts(rewound(case, state, less=min(case["S"], steps * size // 2)))
     logits: list[dict[str, np.ndarray]] = []
     picked: list[np.ndarray] = []
     for _ in range(steps):
-        step_logits, state = program(model, state)
+        step_logits, state = _step(model, state, config=config)
         logits.append(jax.device_get(step_logits))
         if state.draft is None:
             continue

@@ -5,6 +5,7 @@ XLA's, and jspec's one-sided all-to-alls where pieces are not too large for them
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,19 +16,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from bench import cases, point, table
 from bench.cases import Case
-from bench.mesh import Shared, measure
+from bench.helix.mesh import Sharded
+from bench.point import Row
 from bench.settings import Settings
-from bench.suite import Suite
+from bench.suite import Benchmark
 from jspec.helix import HelixConfig
 from jspec.helix.mesh import KVP
 from jspec.ops.all_to_all import By, all_to_all, takes
 from jspec.typing import Array
 
-COLUMNS = ("P", "bytes")
 DEFAULT: Case = {"P": 2, "bytes": 32768}
-SIZES = ("2K", "32K", "256K", "1024K", "16384K")
 ONE_SIDED: dict[str, By] = {"all_to_all, pallas": "pallas", "all_to_all, cuda": "cuda"}
 
 
@@ -76,39 +75,34 @@ COLLECTIVES: dict[str, tuple[Callable[[Array], Array], Callable[[np.ndarray], np
 }
 
 
-def case(text: str) -> Case:
-    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
-    case = cases.parse(text, DEFAULT)
+def check_case(case: Case) -> None:
+    """Raise `ValueError` for a message that cannot be divided."""
     if case["P"] < 2 or case["bytes"] % (4 * case["P"]):
-        raise ValueError(f"{text}: P must be 2 or more, and bytes a multiple of 4 P")
-    return case
+        raise ValueError(
+            f"P={case['P']},bytes={case['bytes']}: P must be 2 or more, and bytes a multiple of 4 P"
+        )
 
 
-def grid(settings: Settings) -> list[Case]:
-    """The requested cases, or one for each size on all devices."""
-    if settings.cases:
-        return [case(text) for text in settings.cases]
-    devices = max(jax.device_count(), 2)
-    sizes = SIZES[:2] if settings.quick or jax.default_backend() != "gpu" else SIZES
-    return [case(f"P={devices},bytes={size}") for size in sizes]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Messages(Benchmark):
+    """Every collective at a number of bytes."""
+
+    @property
+    def name(self) -> str:
+        return "message"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(COLLECTIVES)
+
+    def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
+        piece = case["bytes"] // case["P"]
+        for name in filter(settings.wants, COLLECTIVES):
+            if takes(ONE_SIDED.get(name, "xla"), piece):
+                yield _sharded(case, name).row(settings)
 
 
-def run(settings: Settings) -> dict[str, Any]:
-    return {"rows": _rows(settings)}
-
-
-def _rows(settings: Settings) -> Iterator[point.Row]:
-    groups = [[_shared(case, name)] for case in grid(settings) for name in _names(case)]
-    for rows in measure("collectives", groups, settings):
-        yield from rows
-
-
-def _names(case: Case) -> list[str]:
-    piece = case["bytes"] // case["P"]
-    return [name for name in COLLECTIVES if takes(ONE_SIDED.get(name, "xla"), piece)]
-
-
-def _shared(case: Case, name: str) -> Shared:
+def _sharded(case: Case, name: str) -> Sharded:
     devices, (body, right) = case["P"], COLLECTIVES[name]
     helix = HelixConfig(kvp=devices, exchange=ONE_SIDED.get(name, "xla"))
     rng = np.random.default_rng(devices)
@@ -122,22 +116,16 @@ def _shared(case: Case, name: str) -> Shared:
     def is_right(out: Any, arguments: tuple[Array]) -> bool:
         return np.array_equal(np.asarray(out).reshape(x.shape), right(x))
 
-    return Shared(
-        *(name, case, name, helix, body, body, lambda _: (P(KVP),), placed, is_right),
-        out=P(KVP),
+    return Sharded(
+        *("message", case, name, helix, body, body, placed, lambda _: (P(KVP),), P(KVP), is_right),
         moved=lambda _: case["bytes"],
     )
 
 
-def show(result: dict[str, Any]) -> None:
-    table.show(result)
-
-
-SUITE = Suite(
-    "collectives",
-    "collectives between the devices of one host, by the bytes that each of them gives",
-    run,
-    show,
-    custom_clocks=True,
-    case=case,
+MESSAGE = Messages(
+    default=DEFAULT,
+    check_case=check_case,
+    gpu=[f"bytes={size}" for size in ("2K", "32K", "256K", "1024K", "16384K")],
+    quick=["bytes=2K", "bytes=32K"],
+    cpu=["bytes=2K", "bytes=32K"],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
 from functools import cache, partial
 from typing import Any
 
@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from bench import cases, point, table, workload
+from bench import workload
 from bench.caches import DTYPE
 from bench.cases import Case, heads
-from bench.mesh import Shared, measure
+from bench.helix.mesh import Sharded
+from bench.point import Row
 from bench.settings import Settings
-from bench.suite import Suite
+from bench.suite import Benchmark
 from jspec.cache import Cache
 from jspec.config import LayerSpec
 from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of
@@ -27,10 +28,15 @@ from jspec.ops.attention.merge import merge_attention
 from jspec.policies.read import in_slots, projected, read_whole, settings_of
 from jspec.typing import Array
 
-COLUMNS = ("B", "S", "heads", "latent", "T", "kvp", "tpa")
 DEFAULT: Case = {"B": 1, "S": 32768, "heads": "128/8", "H": 128, "T": 1, "kvp": 1, "tpa": 1}
 DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto", "part": "layer"}
 DEFAULT |= {"exchange": "xla"}
+CHOICES = {
+    "strategy": ("helix", "gather", "medha", "tp"),
+    "up": ("auto", "before", "after"),
+    "exchange": ("xla", "pallas", "cuda"),
+    "part": ("layer", "read"),  # with its exchange, or attention alone
+}
 LATENT = "heads=128/1,H=576,latent=512"  # DeepSeek-R1's
 # Relative to the norm of a head's output: rounding to bfloat16 causes a fifth of this error,
 # leaving out one of a hundred positions five times as much.
@@ -38,13 +44,13 @@ NEAR = 0.02
 RANK_HEADS = P(KVP, None, None, TPA)  # outputs stacked over the ranks of KVP
 
 
-def case(text: str) -> Case:
-    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
-    case = cases.parse(text, DEFAULT)
+def check_case(case: Case) -> None:
+    """Raise `ValueError` for a case that no mesh can have."""
     if case["latent"] > case["H"]:
         raise ValueError(f"latent={case['latent']} must be at most H={case['H']}")
+    if not case["latent"] and case["up"] != "auto":
+        raise ValueError(f"up={case['up']} projects latents; give latent, as in {LATENT}")
     helix_of(case).check_layer(0, heads(case)[0], spec_of(case))
-    return case
 
 
 def spec_of(case: Case) -> LayerSpec:
@@ -64,61 +70,57 @@ def helix_of(case: Case) -> HelixConfig:
     )
 
 
-def grid(settings: Settings) -> list[Case]:
-    """The requested cases, or those of two devices."""
-    if settings.cases:
-        return [case(text) for text in settings.cases]
+def defaults() -> list[str]:
+    """The cases of two GPUs. 128/8 are the heads of Llama 405B; with 32/1, devices share a head."""
     kvp, tp = ("kvp=1", "kvp=2", "kvp=2,part=read"), "kvp=2,strategy=tp"
-    rivals = ("kvp=2,strategy=gather", "kvp=2,strategy=medha")
+    rivals = ("tpa=2", "kvp=2,strategy=gather", "kvp=2,strategy=medha")
     projected = ("kvp=1", "kvp=2,up=before", "kvp=2,up=after", tp)
-    if jax.default_backend() != "gpu":
-        small, latent = "S=2K,heads=8/2,H=32", "S=2K,heads=8/1,H=40,latent=32"
-        every = [f"{small},{how}" for how in (*kvp, *rivals, "tpa=2")]
-        return [case(text) for text in every + [f"{latent},{how}" for how in projected]]
-    # 128/8 are the heads of Llama 405B; with 32/1, devices share the one KV head.
-    kinds = {"128/8": (*kvp, "tpa=2", *rivals), "32/1": (*kvp, tp)}
-    contexts = ("256K",) if settings.quick else ("1024K", "256K")
-    rest = [
+    kinds = {"128/8": (*kvp, *rivals), "32/1": (*kvp, tp)}
+    chunks = [f"kvp=2,overlap={count}" for count in (2, 4, 8)]
+    one_sided = [f"kvp=2,exchange={by}" for by in ("pallas", "cuda")]
+    texts = [
         f"S={slots},heads={kind},{how}"
-        for slots in contexts
+        for slots in ("1024K", "256K")
         for kind, ways in kinds.items()
         for how in ways
     ]
     for size in ("B=1,S=1024K", "B=8,S=256K"):
-        rest += [f"{size},{LATENT},{how}" for how in projected]
-    rest += [f"S=32K,{how}" for how in kinds["128/8"]]
-    rest += [f"B=8,T=10,S=32K,heads=32/8,{how}" for how in kinds["128/8"]]
-    return [case(text) for text in rest]
+        texts += [f"{size},{LATENT},{how}" for how in projected]
+    texts += [f"B=8,S=128K,{how}" for how in (*kvp, *chunks, *one_sided)]
+    texts += [f"S=32K,{how}" for how in kinds["128/8"]]
+    return texts + [f"B=8,T=10,S=32K,heads=32/8,{how}" for how in kinds["128/8"]]
 
 
-def run(settings: Settings) -> dict[str, Any]:
-    return {"rows": _rows(settings)}
+SMALL = "S=2K,heads=8/2,H=32"
 
 
-def _rows(settings: Settings) -> Iterator[point.Row]:
-    groups = [[_shared(case)] for case in grid(settings)]
-    for rows in measure("helix-attention", groups, settings):
-        yield from rows
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer(Benchmark):
+    """A layer's attention on KVP x TPA devices with its exchange, one strategy a case."""
+
+    @property
+    def name(self) -> str:
+        return "layer"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
+
+    def measure(self, case: Case, settings: Settings) -> list[Row]:
+        return [_sharded(case).row(settings)]
 
 
-def _shared(case: Case) -> Shared:
-    helix, name = helix_of(case), case["strategy"]
-    if case["part"] == "read":
-        name += ", read alone"
-    elif case["up"] != "auto":
-        name += f", up {case['up']}"
-    name += "" if case["exchange"] == "xla" else f", by {case['exchange']}"
-    shared = helix.stripes * helix.tpa
-    alone = case["part"] == "read"
-    return Shared(
-        *("attend", case, name, helix),
+def _sharded(case: Case) -> Sharded:
+    helix, alone = helix_of(case), case["part"] == "read"
+    return Sharded(
+        *("attend", case, case["strategy"] + (", read alone" if alone else ""), helix),
         partial(rank_attended if alone else attended, case),
         partial(rank_following if alone else following, case),
-        partial(specs_of, case),
         partial(operands, case),
+        partial(specs_of, case),
+        (RANK_HEADS, RANK_HEADS) if alone else P(None, None, helix.axes),
         partial(is_merged_right if alone else is_right, case),
-        out=(RANK_HEADS, RANK_HEADS) if alone else P(None, None, helix.axes),
-        moved=lambda arguments: arguments[1].nbytes // shared,
+        moved=lambda arguments: arguments[1].nbytes // (helix.stripes * helix.tpa),
     )
 
 
@@ -267,16 +269,14 @@ def _by_xla(
     return projected(out, up)
 
 
-def show(result: dict[str, Any]) -> None:
-    table.show(result)
-
-
-SUITE = Suite(
-    "helix-attention",
-    "a layer's attention by KVP x TPA devices with its exchange, against tensor parallelism, Medha "
-    "and gathered queries",
-    run,
-    show,
-    custom_clocks=True,
-    case=case,
+LAYER = Layer(
+    default=DEFAULT,
+    choices=CHOICES,
+    check_case=check_case,
+    gpu=defaults(),
+    quick=[f"S=256K,{how}" for how in ("kvp=1", "kvp=2", "tpa=2", "kvp=2,strategy=medha")],
+    cpu=[
+        *(f"{SMALL},{how}" for how in ("kvp=2", "kvp=1", "kvp=2,part=read", "tpa=2")),
+        "S=2K,heads=8/1,H=40,latent=32,kvp=2,up=after",
+    ],
 )

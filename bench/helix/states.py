@@ -11,25 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import cases
 from bench.cases import Case
-from bench.decode import catalogue
+from bench.decode.catalogue import MODELS
 from bench.decode.check import NEW_KEY_SCALE
 from bench.decode.running import CHUNKS
 from bench.decode.shapes import first_layers, noise, random_model
 from jspec.cache import StripedLayout
 from jspec.config import ModelConfig, SamplingParams
 from jspec.decode.draft.named import named_draft
-from jspec.decode.on_mesh import layouts_for, mesh_model
-from jspec.decode.prefill import (
-    CAPACITY_STEP,
-    init_drafter_state,
-    jitted_init_drafter_state,
-    rounded_capacity,
-    start_decoding,
-)
+from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState
 from jspec.helix import HelixConfig, shard
 from jspec.helix.sharded import decoder_sharding
 from jspec.models.decoder import Decoder
@@ -37,15 +29,12 @@ from jspec.typing import Array
 
 DEFAULT: Case = {"shape": "llama-3.1-8b", "B": 1, "S": 262144, "draft": "plain", "gamma": 5}
 DEFAULT |= {"kvp": 1, "tpa": 1, "overlap": 1, "strategy": "helix", "exchange": "xla"}
-TINY = ModelConfig.uniform(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=8,
-    num_kv_heads=2,
-    head_size=16,
-)
+CHOICES = {
+    "shape": ("llama-3.1-8b", "tiny"),
+    "draft": ("plain", "verify", "vegas"),
+    "strategy": ("helix", "gather", "medha", "tp"),
+    "exchange": ("xla", "pallas", "cuda"),
+}
 LONGEST = 2**21  # positions of any shape: the trained context length does not change the time
 DRAFTS = {"plain": "none", "verify": "none", "vegas": "vegas:budget=0.07"}
 STEPS = 16  # of a chunk
@@ -55,15 +44,13 @@ MESH = ("kvp", "tpa", "overlap", "strategy", "exchange")
 SCALES = {"keys": 3.0, "values": 2.0}
 
 
-def case(text: str) -> Case:
-    """Parse a case of ``--case``; raises `ValueError` if it is invalid."""
-    case = cases.parse(text, DEFAULT)
+def check_case(case: Case) -> None:
+    """Raise `ValueError` for a case that no mesh can have."""
     if case["S"] % 16:
         raise ValueError(f"S={case['S']} must be a multiple of 16")
     config = shape_of(case)
     for layer, spec in enumerate(config.layers):
         helix_of(case).check_layer(layer, config.num_heads, spec)
-    return case
 
 
 def helix_of(case: Case) -> HelixConfig:
@@ -71,8 +58,7 @@ def helix_of(case: Case) -> HelixConfig:
 
 
 def shape_of(case: Case) -> ModelConfig:
-    config = TINY if case["shape"] == "tiny" else catalogue.MODELS[case["shape"]]
-    return dataclasses.replace(config, max_context=LONGEST)
+    return dataclasses.replace(MODELS[case["shape"]], max_context=LONGEST)
 
 
 def alone(case: Case) -> Case:
@@ -110,43 +96,14 @@ def _with_scaled_keys(model: Decoder) -> Decoder:
     return model
 
 
-def capacity_of(case: Case, config: StepConfig) -> int:
-    """Positions of a row: S, and room for the tokens that are decoded after them."""
-    room = (CHUNKS[1] + 1) * STEPS * (config.gamma + 1) + config.gamma + 1
-    return rounded_capacity(case["S"] + room)
+def shapes_of(state: DecodeState) -> DecodeState:
+    """The shapes of a state, with the shardings of arrays on several devices."""
 
-
-def started(model: Any, case: Case, config: StepConfig, capacity: int) -> DecodeState:
-    """A state of ``capacity`` positions a row, all of them empty."""
-    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
-    return start_decoding(model, [[1]] * case["B"], params, config, capacity=capacity)
-
-
-def shapes_of(model: Any, case: Case, config: StepConfig) -> DecodeState:
-    """The shapes of a case's state, with the shardings of arrays on several devices.
-
-    Allocates no memory for the full state.
-    """
-    capacity, small = capacity_of(case, config), started(model, case, config, CAPACITY_STEP)
-    layouts = layouts_for(model, capacity, config.gamma)
-
-    def of(x: Array, shape: tuple[int, ...]) -> Any:
+    def of(x: Array) -> jax.ShapeDtypeStruct:
         sharding = x.sharding if len(x.sharding.device_set) > 1 else None
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    columns = tuple(
-        {name: of(x, (x.shape[0], layout.size, *x.shape[2:])) for name, x in column.items()}
-        for column, layout in zip(small.cache.columns, layouts, strict=True)
-    )
-    make_draft_state = (
-        init_drafter_state if mesh_model(model) is None else jitted_init_drafter_state
-    )
-    sizes = {"batch": case["B"], "capacity": capacity}
-    draft_state = make_draft_state(Models.of(model), config=config, **sizes)
-    tokens = of(small.tokens, (case["B"], capacity))
-    shapes = jax.tree.map(lambda x: of(x, x.shape), dataclasses.replace(small, draft=draft_state))
-    cache = dataclasses.replace(shapes.cache, columns=columns, layouts=layouts)
-    return dataclasses.replace(shapes, cache=cache, tokens=tokens)
+    return jax.tree.map(of, state)
 
 
 def filled(model: Any, case: Case, config: StepConfig) -> DecodeState:
@@ -154,8 +111,10 @@ def filled(model: Any, case: Case, config: StepConfig) -> DecodeState:
 
     The values do not depend on the devices; keys and values are rounded to bfloat16.
     """
-    capacity, batch = capacity_of(case, config), case["B"]
-    state = started(model, case, config, capacity)
+    room = ((CHUNKS[1] + 1) * STEPS + 1) * (config.gamma + 1)
+    capacity, batch = rounded_capacity(case["S"] + room), case["B"]
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    state = start_decoding(model, [[1]] * batch, params, config, capacity=capacity)
     seeds, columns = itertools.count(), [dict(column) for column in state.cache.columns]
     state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, columns=()))
     for column, layout in zip(columns, state.cache.layouts, strict=True):

@@ -1,0 +1,82 @@
+"""The drafters that suites compare, by the names of their tables, and sampling settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jspec
+
+RATIO = 0.07  # of the context, which sparse drafters read
+PLAIN = "none"
+
+
+def drafts(ratio: float = RATIO) -> dict[str, str]:
+    """The text of every drafter, as `jspec.named_draft` takes it, by its name.
+
+    The paper's Vegas, ``vegas-first``, scores the first and the bonus token, ``vegas`` all verified
+    ones.
+    """
+    guided, scored = f"budget={ratio},least=0", f"budget={ratio},dense_layers=0"
+    vegas = f"vegas:{guided},collect=all"
+    return {
+        PLAIN: PLAIN,
+        "ngram": "ngram",
+        "suffix": "suffix",
+        "vegas": vegas,
+        "vegas-first": f"vegas:{guided}",
+        "vegas-weight": f"vegas:{guided},score=weight",
+        "streaming": f"streaming:window={ratio}",
+        "specextend": f"specextend:{guided}",
+        "sparsespec": f"sparsespec:{guided}",
+        "quest": f"quest:{scored}",
+        "exact-topk": f"exact_topk:{scored},sinks=0,recent=0",
+        "suffix>vegas": f"suffix > {vegas}",
+        "ngram>vegas": f"ngram > {vegas}",
+        "vegas-int8": f"{vegas},quantized=int8",
+        "vegas-mxfp4": f"{vegas},quantized=mxfp4",
+        "quantspec": "quantspec",
+    }
+
+
+ALL = drafts()
+FEW = (PLAIN, "ngram", "suffix", "vegas")  # everywhere; the others at headline cells alone
+
+# By the words of ``sampling=``; "paper": as Yue et al. 2026 sample.
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "t0.8": {"temperature": 0.8},
+    "paper": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """A drafter: its ``name`` in tables, and the step that drafts by it."""
+
+    name: str
+    config: jspec.StepConfig
+
+    @classmethod
+    def of(cls, name: str, gamma: int, exact: bool) -> Drafting:
+        draft = jspec.named_draft(ALL[name])
+        return cls(name, jspec.StepConfig(0 if name == PLAIN else gamma, draft, exact=exact))
+
+
+def params_of(sampling: str, new: int, rows: int) -> list[jspec.SamplingParams]:
+    """Requests of at most ``new`` tokens, with the seed of their row."""
+    settings = SAMPLING[sampling]
+    return [jspec.SamplingParams(max_new_tokens=new, seed=row, **settings) for row in range(rows)]
+
+
+def drafter_names(cells: str, only: Sequence[str]) -> list[str]:
+    """The drafters of a cell: ``few`` or ``all``, of which ``only`` names some, if any.
+
+    Plain decoding is always first, as all others are compared with it in the same run.
+    """
+    return [
+        name
+        for name in (FEW if cells == "few" else ALL)
+        if name == PLAIN or not only or name in only
+    ]

@@ -1,0 +1,129 @@
+"""Whole steps on a KVP x TPA mesh: Helix against tensor parallelism, plain and speculative.
+
+Weights, keys and values are random. The first layers on a mesh are compared with one device by
+`bench.helix.check` before anything is timed. Clock: *step* is the marginal wall time of a jitted
+chunk of steps in a sequence of chunks, divided by its steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import point
+from bench.cases import Case
+from bench.decode.check import LAYERS
+from bench.decode.running import Loop, device_bytes, memory_of, too_large
+from bench.helix import check, states
+from bench.helix.mesh import too_few_devices
+from bench.helix.states import filled, helix_of, model_of, rewound, shape_of, step_config
+from bench.program import failure
+from bench.settings import Settings
+from bench.suite import Benchmark
+from jspec.decode.state import DecodeState
+from jspec.decode.step import decode_chunk
+from jspec.sharding import bytes_on_device
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps(Benchmark):
+    """A step by one strategy a case."""
+
+    @property
+    def name(self) -> str:
+        return "step"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
+
+    def measure(self, case: Case, settings: Settings) -> Iterator[point.Row]:
+        yield _row(case, settings)
+        gc.collect()  # a failure's traceback may refer to a cache
+
+
+def _row(case: Case, settings: Settings) -> point.Row:
+    helix = helix_of(case)
+    name = case["strategy"] if helix.devices > 1 else "one device"
+    row = functools.partial(point.row, "step", case, name)
+    if reason := too_few_devices(helix):
+        return row(checked=None, reason=reason)
+    if not settings.check:
+        return row(checked=None, reason="not checked, so not timed")
+    try:
+        reason, error = check.check(case)
+        if reason:
+            return row(checked=False, reason=reason, error=error)
+        model, config = model_of(case), step_config(case)
+        # Compiled while no cache takes the memory that compiling needs.
+        shapes = states.shapes_of(filled(model, case, config))
+        program = decode_chunk.lower(model, shapes, config, states.STEPS).compile()
+        state = filled(model, case, config)
+        checked = f"{min(LAYERS, shape_of(case).num_layers)} layers"
+        return row(checked=checked, error=error, **measured(case, model, state, program))
+    except Exception as error:
+        return row(checked=False, reason=failure(name, error).reason)
+
+
+def measured(case: Case, model: Any, state: DecodeState, program: Any) -> dict[str, Any]:
+    """Times of a step, the tokens it commits, and the largest batch; or why it cannot run."""
+    weights, cached = bytes_on_device(model), bytes_on_device(state.cache.columns)
+    memory = memory_of(program) | {"weight_bytes": weights, "cache_bytes": cached}
+    about: dict[str, Any] = {"memory": memory, "fit": largest_batch(case["B"], memory)}
+    if reason := too_large(weights + cached, memory):
+        return about | {"reason": reason}
+    # After this chunk, a drafter has picks from this context.
+    state, _ = program(model, rewound(case, state))
+    draft_state = jax.tree.map(jnp.copy, state.draft)
+    state, record = program(model, rewound(case, state))
+    about["committed"] = float(np.asarray(record.committed).mean())
+
+    def restarted(state: DecodeState) -> DecodeState:
+        # A chunk consumes its state.
+        return dataclasses.replace(rewound(case, state), draft=jax.tree.map(jnp.copy, draft_state))
+
+    loop = Loop(program, model, state, restarted)
+    del state
+    samples = loop.step_ns(states.STEPS)
+    return about | {"step_ns": samples}
+
+
+def largest_batch(batch: int, memory: dict[str, int]) -> int | None:
+    """The largest batch that fits in memory, extrapolated from ``batch`` rows; None if unknown.
+
+    Assumes that temporary memory grows with the batch.
+    """
+    limit = device_bytes("bytes_limit")
+    row = (memory["cache_bytes"] + memory.get("temp_bytes", 0)) / batch
+    return None if limit is None else max(int((limit - memory["weight_bytes"]) // row), 0)
+
+
+def defaults() -> list[str]:
+    """The cases of two GPUs."""
+    meshes, texts = ("kvp=2", "tpa=2"), []
+    for draft in states.CHOICES["draft"]:
+        texts += [f"{mesh},draft={draft}" for mesh in ("kvp=1", *meshes)]
+        texts += [f"S=1024K,{mesh},draft={draft}" for mesh in meshes]
+    texts += ["kvp=2,strategy=medha", "kvp=2,tpa=1,exchange=pallas"]
+    return texts + [f"B=4,{how}" for how in (*meshes, "kvp=2,overlap=2")]
+
+
+STEP = Steps(
+    default=states.DEFAULT,
+    choices=states.CHOICES,
+    check_case=states.check_case,
+    gpu=defaults(),
+    quick=[f"{mesh},draft={draft}" for mesh in ("kvp=2", "tpa=2") for draft in ("plain", "vegas")],
+    cpu=[
+        f"shape=tiny,B=2,S=256,gamma=3,{mesh},draft={draft}"
+        for mesh in ("kvp=2", "tpa=2")
+        for draft in ("verify", "vegas")
+    ],
+)

@@ -1,0 +1,242 @@
+"""How well the bundled model answers when a policy reads for it, and how drafts are accepted.
+
+``op=read``: percent right on RULER's tasks by policy and budget. ``op=draft``: tokens that a
+verification commits, by drafter, and how answers differ from those of plain decoding. Rows do not
+depend on the machine, but for rounding in bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+import jspec
+from bench import cases
+from bench.cases import Case
+from bench.decode.shapes import measured_ceilings
+from bench.drafters import PLAIN, SAMPLING, Drafting, drafts
+from bench.point import Row, row
+from bench.policies import scored_bytes
+from bench.program import failure
+from bench.real.cell import Cell
+from bench.settings import Settings, bar
+from bench.suite import Benchmark, suite_of
+from bench.texts import texts
+from jspec.eval.evaluate import Run, Score, evaluate_all, with_budget
+from jspec.eval.questions import Asked, ruler_questions
+from jspec.eval.ruler import TASKS
+from jspec.models.bundled import bundled_path
+from jspec.policies import Policy, named_policy
+from jspec.policies.hata import with_hashes
+
+DENSE = "dense"
+# Policies by the names of rows: with their defaults, and with settings that read 16 bytes of a key
+# and KV head to score it, in a cache of bfloat16 with 128 channels.
+DEFAULTS = ("streaming", "exact_topk", "hata", "quest", "loki", "magicpig")
+AT_16_BYTES = {
+    "quest-16": "quest:page=32",
+    "loki-16": "loki:channels=8",
+    "magicpig-16": "magicpig:bits=4,tables=32",
+}
+EQUAL_BYTES = ("hata", *AT_16_BYTES)
+POLICIES = (*DEFAULTS, *AT_16_BYTES)
+BUDGETS = (1 / 64, 1 / 32)  # 1.56 % and 3.1 % of the context
+ABLATED = (1 / 256, 1 / 128, 1 / 16)  # only for exact top-k and policies at equal bytes
+QUESTIONS = 12  # that are decoded at a time
+REFERENCE = "vegas-first"  # as published
+
+READ: Case = {"S": 8192, "questions": 3}  # questions: of each task
+# texts, after the first `skip`: prompts of S tokens, B of them decoded together; percent: of the
+# context that sparse drafters read.
+DRAFT: Case = {"S": 8192, "texts": 16, "skip": 0, "B": 16, "new": 256, "gamma": 7, "percent": 7}
+DRAFT |= {"sampling": "greedy", "rule": "token", "exact": "no"}
+CHOICES = {"sampling": tuple(SAMPLING), "rule": ("token", "block"), "exact": ("no", "yes")}
+
+
+def drafters(percent: float) -> dict[str, str]:
+    """The drafters by name, which read so many percent of the context; plain decoding first."""
+    ratio = percent / 100
+    return drafts(ratio) | {"hata": f"hata:budget={ratio},dense_layers=0"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality(Benchmark):
+    """What ``rows(model, tokenizer, case, settings)`` measures of the bundled model."""
+
+    operation: str
+    compared: tuple[str, ...]
+    rows: Callable[[jspec.Decoder, jspec.Tokenizer, Case, Settings], Iterator[Row]]
+
+    @property
+    def name(self) -> str:
+        return self.operation
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.compared
+
+    def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
+        model, tokenizer = jspec.load_bundled()
+        yield from self.rows(model, tokenizer, case, settings)
+
+
+# Policies that read
+
+
+def read(
+    model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: Case, settings: Settings
+) -> Iterator[Row]:
+    """A row for each policy and budget; all share one prefill of a question."""
+    pairs: list[tuple[str, float | None]] = [(DENSE, None)]
+    pairs += [
+        (name, budget) for budget in BUDGETS[: 1 if settings.quick else 2] for name in POLICIES
+    ]
+    if not settings.quick:
+        pairs += [(x, budget) for budget in ABLATED for x in ("exact_topk", *EQUAL_BYTES)]
+    pairs = [pair for pair in pairs if pair[0] == DENSE or settings.wants(pair[0])]
+    policies = [policy_of(*pair) for pair in pairs]
+    questions = ruler_questions(tokenizer, TASKS, case["S"], case["questions"])
+    scores = scores_of(model, tokenizer, list(map(Run, policies)), questions, case["S"])
+    for (name, budget), policy, score in zip(pairs, policies, scores, strict=True):
+        spec = model.config.layers[0]
+        size = scored_bytes(policy, spec, jnp.bfloat16) / spec.kv_heads
+        figures = {"bytes": size, "score": score.score, "scores": score.scores}
+        yield row("read", case | {"budget": budget}, name, checked=None, **figures)
+
+
+def policy_of(name: str, budget: float | None) -> Policy:
+    """A policy by its name in tables, which reads a share ``budget`` of the context."""
+    policy = with_budget(named_policy(AT_16_BYTES.get(name, name)), budget)
+    return with_hashes(policy, bundled_path())
+
+
+def scores_of(
+    model: jspec.Decoder,
+    tokenizer: jspec.Tokenizer,
+    runs: Sequence[Run],
+    questions: Sequence[Asked],
+    length: int,
+) -> list[Score]:
+    """The score of each of ``runs`` on questions of ``length`` tokens; shows a progress bar."""
+    with bar(f"ruler {cases.kilo(length)}", len(runs) * len(questions)) as advance:
+
+        def on_batch(count: int) -> None:
+            for _ in range(count):
+                advance()
+
+        settings = {"length": length, "batch": QUESTIONS, "on_batch": on_batch}
+        return evaluate_all(model, tokenizer, runs, questions, **settings)
+
+
+# Drafts that are accepted
+
+
+def drafted(
+    model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: Case, settings: Settings
+) -> Iterator[Row]:
+    """A row for each drafter; all start from one prefill of the same texts."""
+    exact, sampling = case["exact"] == "yes", case["sampling"]
+    texts_of = drafters(case["percent"])
+    first = PLAIN, REFERENCE  # what others are compared with
+    names = [*first, *(name for name in texts_of if name not in first)]
+    names = [name for name in names if name == PLAIN or settings.wants(name)]
+    prompts = texts(tokenizer, range(case["skip"], case["skip"] + case["texts"]), case["S"])
+    limits, reference = measured_ceilings(), None
+    try:
+        cell = Cell(
+            *(model, tokenizer, prompts, case["B"]),
+            exact=exact,
+            limits=limits,
+            hashes=bundled_path(),
+            room=case["new"],
+        )
+    except jspec.BackendError as error:
+        yield row("draft", case, PLAIN, checked=None, reason=str(error))
+        return
+    with bar("drafts", len(names)) as advance:
+        for name in names:
+            gamma = 0 if name == PLAIN else case["gamma"]
+            config = jspec.StepConfig(
+                gamma, jspec.named_draft(texts_of[name]), rule=case["rule"], exact=exact
+            )
+            try:
+                measured = cell.answers(Drafting(name, config), sampling, case["new"])
+            except Exception as error:
+                reason = failure(name, error).reason
+                yield row("draft", case, name, checked=False, reason=reason)
+                continue
+            if name == REFERENCE:
+                reference = per_text(measured)
+            yield row("draft", case, name, **figures_of(measured, reference, settings))
+            advance()
+
+
+def per_text(measured: Row) -> np.ndarray:
+    """Tokens that a verification commits, of each text."""
+    return np.array(measured["tokens"]) / np.array(measured["steps"])
+
+
+def figures_of(measured: Row, reference: np.ndarray | None, settings: Settings) -> Row:
+    """The figures of a row of drafts.
+
+    Args:
+        measured: what `bench.real.cell.Cell.answers` returned.
+        reference: `per_text` of `REFERENCE`, None if it did not run before.
+        settings: without their check nothing is right.
+    """
+    figures = {
+        "length": sum(measured["tokens"]) / sum(measured["steps"]),
+        **{key: measured[key] for key in ("attempts_at", "accepted_at", "tokens", "steps")},
+        **{
+            key: measured[key]
+            for key in ("identical_rows", "compared", "flip_margins")
+            if key in measured
+        },
+        "checked": measured["checked"] if settings.check else None,
+    }
+    if "identical_rows" in measured:
+        figures["flips"] = measured["rows"] - measured["identical_rows"]
+    if reference is not None:
+        differences = per_text(measured) - reference
+        figures[f"over {REFERENCE}"] = float(differences.mean())
+        if len(differences) > 1:
+            figures["standard error"] = float(differences.std(ddof=1) / len(differences) ** 0.5)
+    if figures["checked"] is False:
+        figures["reason"] = "its answers are not the model's"
+    return figures
+
+
+READING = Quality(
+    operation="read",
+    default=READ,
+    gpu=["S=8K", "S=32K"],
+    quick=["S=2K,questions=1"],
+    cpu=["S=2K,questions=1", "S=8K"],
+    compared=POLICIES,
+    rows=read,
+)
+DRAFTING = Quality(
+    operation="draft",
+    default=DRAFT,
+    choices=CHOICES,
+    gpu=[
+        *cases.product(S=("8K", "31K"), sampling=("greedy", "t0.8")),
+        *cases.product(percent=(1, 2, 3, 5, 10)),
+        "S=512,texts=64,B=32,new=512,gamma=4,exact=yes",
+    ],
+    quick=["S=8K,texts=4,B=4,new=64"],
+    cpu=["S=256,texts=2,B=2,new=12,gamma=3", "texts=4,B=4,new=64"],
+    compared=tuple(drafters(7)),
+    rows=drafted,
+)
+SUITE = dataclasses.replace(
+    suite_of(
+        "quality",
+        "RULER by policy and budget, and accepted lengths by drafter, of the bundled model",
+        *(READING, DRAFTING),
+    ),
+    custom_clocks=True,
+)

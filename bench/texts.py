@@ -1,0 +1,32 @@
+"""Prompts for the bundled model that every machine has."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+import jspec
+from jspec.eval.ruler import training_document
+
+BYTES_A_TOKEN = 4  # more than the source of Python has
+MIN_BYTES = 1024  # of a document
+
+
+def texts(tokenizer: jspec.Tokenizer, rows: Iterable[int], tokens: int) -> list[list[int]]:
+    """Texts of ``tokens`` tokens, which depend only on the number of their row.
+
+    Even rows are stretches of the standard library's source, odd ones documents that ask for facts
+    which they gave before.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    source = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    size, result = max(BYTES_A_TOKEN * tokens, MIN_BYTES), []
+    for row in rows:
+        rng = np.random.default_rng([1, row])
+        begin = int(rng.integers(len(source) - size))
+        text = training_document(size, rng)[0] if row % 2 else source[begin : begin + size]
+        result.append(tokenizer.encode(text)[:tokens])
+    return result
