@@ -19,7 +19,7 @@ LONGBENCH: dict[str, dict[int, float]] = {
     "gpt-oss-20b-mxfp4": {7: 6.24, 11: 9.22},
 }
 # Acceptance rate of draft tokens by a quantised copy over that by the model's own weights: the
-# ratio of the rates fitted to the mean accepted lengths of Vegas in `bench vegas-accept`, on the
+# ratio of the rates fitted to the mean accepted lengths of Vegas in `bench quality`, on the
 # bundled model, greedy and sampled rows together. MXFP4: 0.994 by 16 texts (S=4K, new=256), 0.989
 # by 8 (S=2K, new=128), gamma 9. The bundled model's weights are int8, so that an int8 copy is
 # exact: 1 is an assumption for other models.

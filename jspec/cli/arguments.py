@@ -268,7 +268,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     measured = kinds.add_parser("measured", help="predictions of what the bench measured")
     measured.add_argument(
-        "results", nargs="+", metavar="FILE", help="of python -m bench helix-step, helix-attention"
+        "results", nargs="+", metavar="FILE", help="of python -m bench helix"
     )
     measured.set_defaults(png=None)
     for kind in (roofline, pareto):
@@ -290,7 +290,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             metavar="FILE",
-            help="fit constants to a --json of python -m bench collectives or helix-attention; "
+            help="fit constants to a --json of python -m bench helix; "
             "repeatable; --set goes before it",
         )
     hopb = kinds.add_parser("hopb", help="messages of some rows while others attend")

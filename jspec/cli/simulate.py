@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jspec.extras import check_matplotlib
-from jspec.helix.simulator.calibration import FITTED, Fit, calibrated, load_fit
+from jspec.helix.simulator.calibration import FITTED, Fit, calibrated, load_fits
 from jspec.helix.simulator.configurations import BASELINES, BATCHES, FINE_BATCHES, STRATEGIES
 from jspec.helix.simulator.cost import CONSTANTS, Constants, pipelined
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
@@ -351,7 +351,7 @@ def _constants(
     arguments: argparse.Namespace, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> tuple[Sequence[Fit], Constants]:
     """The fits of ``--calibrate``, and ``constants`` by them, with what ``--set`` changes."""
-    fits = [load_fit(path) for path in arguments.calibrate]
+    fits = [fit for path in arguments.calibrate for fit in load_fits(path)]
     changed = {}
     for text in arguments.set:
         name, values = _sweep(text)

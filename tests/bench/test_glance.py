@@ -38,19 +38,20 @@ def test_a_point_is_what_none_takes_beside_the_ceiling_and_the_fastest_rival():
 
 def test_tokens_by_an_imposed_acceptance_stand_beside_plain_decoding_of_the_same_shape():
     def row(name, batch, rate, **rest):
-        case = {"model": "m", "layers": 2, "B": batch, "S": 8192, "draft": name}
-        own = {"case": case, "name": name, "acceptance": "imposed", "checked": "2 layers"}
-        return own | {"tokens_per_s": rate} | rest
+        case = {"model": "m", "layers": 2, "B": batch, "S": 8192, "gamma": 9}
+        own = {"operation": "draft", "case": case, "name": name, "checked": "2 layers"}
+        own |= {"step_ns": [1000] * 3, "floors_ns": {"verification": 500.0}}
+        return own | {"tokens_per_s": rate, "acceptance": "imposed"} | rest
 
     rows = [
         row("plain", 1, 10.0),
         row("plain", 4, 40.0),
+        row("vegas", 4, 300.0, acceptance="measured"),
         row("vegas", 4, 100.0),
         row("quest", 4, 400.0, checked=False),
         row("vegas", 8, 100.0),
-        row("vegas", 4, 300.0, acceptance="measured"),
     ]
-    (line,) = glance.LINES["throughput"]({"rows": rows})
+    (line,) = glance.LINES["decode"]({"rows": rows, "suite": "decode", "machine": {"device": "x"}})
     assert line[:2] == ("m, B=4, 8K tokens, vegas", "100 tokens/s")
     assert line[2] == "2.50x plain decoding; imposed acceptance (the paper's)"
 
@@ -59,7 +60,7 @@ def test_two_devices_stand_beside_one_of_the_same_shape():
     def row(kvp, microseconds, **case):
         own = {"B": 1, "S": 2**20, "heads": "8/1", "H": 64, "T": 1, "latent": 0, "tpa": 1}
         own |= {"kvp": kvp, "strategy": "helix", "part": "layer"} | case
-        return {"case": own, "step_ns": [1000 * microseconds] * 3}
+        return {"operation": "attend", "case": own, "step_ns": [1000 * microseconds] * 3}
 
     rows = [row(1, 100), row(2, 60), row(2, 50, part="read"), row(2, 70, S=2048)]
     (line,) = glance.LINES["helix-attention"]({"rows": rows})
@@ -70,7 +71,7 @@ def test_a_step_by_helix_stands_beside_tensor_parallelism():
     def row(kvp, tpa, milliseconds, **case):
         own = {"shape": "m", "B": 1, "S": 2**20, "draft": "vegas", "gamma": 5}
         own |= {"kvp": kvp, "tpa": tpa, "strategy": "helix", "overlap": 1} | case
-        return {"case": own, "step_ns": [1_000_000 * milliseconds] * 3}
+        return {"operation": "step", "case": own, "step_ns": [1_000_000 * milliseconds] * 3}
 
     rows = [row(2, 1, 59), row(1, 2, 47), row(2, 1, 70, strategy="medha"), row(2, 1, 9, S=1024)]
     (line,) = glance.LINES["helix-step"]({"rows": rows})

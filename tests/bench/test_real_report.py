@@ -11,8 +11,7 @@ from bench.real import figures
 from bench.report import figures as drawings
 from bench.report import readme, real, real_cells
 from bench.report.runs import Run, read
-from tests.bench.test_report import MACHINE, rows_of
-from tests.bench.test_throughput import RESULT as THROUGHPUT
+from tests.bench.test_report import MACHINE, decode_rows, rows_of
 
 ROOT = report.DOCS.parent
 LARGE = {"B": 16, "S": 4096}
@@ -79,7 +78,8 @@ def written(tmp_path):
     folder.mkdir(parents=True)
     for name, rows in (("real.first", FIRST), ("real.second", SECOND)):
         (folder / f"{name}.json").write_text(json.dumps(result(rows)))
-    (folder / "throughput.json").write_text(json.dumps(THROUGHPUT))
+    others = {"suite": "decode", "machine": MACHINE, "rows": list(decode_rows())}
+    (folder / "decode.json").write_text(json.dumps(others))
     page = tmp_path / "README.md"
     page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
     report.write(folder.parent, tmp_path / "docs", page)

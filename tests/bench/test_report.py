@@ -8,6 +8,7 @@ import pytest
 
 from bench import regret, report
 from bench.__main__ import SUITES
+from bench.decode.kernels import PARTS
 from bench.report import figures
 
 MACHINE = {
@@ -76,20 +77,39 @@ def sampling_rows():
 
 
 def decode_rows():
-    """A step takes 5 ms where the floor is 4, in 3 ms of attention, 1 of products, 0.5 of rest."""
-    parts = {"attention": 3 * 10**6, "products": 10**6, "rest": 500_000}
-    for model, batch, tokens in (("a", 1, 1), ("a", 1, 10), ("b", 4, 1)):
-        case = {"model": model, "layers": 36, "B": batch, "context": 8192, "T": tokens}
+    """A pass takes 5 ms where the floor is 4; an iteration of vegas 40, of which selecting takes 2,
+    and a step that reads by HATA a quarter of the dense one.
+
+    Model `a` has the rows of results until 2026-11-27.
+    """
+    for tokens in (1, 10):
+        case = {"model": "a", "layers": 36, "B": 1, "context": 8192, "T": tokens}
         own = {"operation": "decode_step", "case": case, "name": "pallas", "checked": "2 layers"}
-        own |= {"floor_ns": 4e6, "weight_bytes": 900, "cache_bytes": 100, "temp_bytes": 2}
-        own |= {"peak_bytes": 1010, "peak_measured": batch == 1, "kernels": 400.0, "idle": 0.1}
-        yield own | {"step_ns": [5 * 10**6] * 5, "parts_ns": parts}
-    absent = {"operation": "decode_step", "case": {}, "name": "xla", "checked": None}
+        yield own | {"floor_ns": 4e6, "step_ns": [5 * 10**6] * 5}
+    absent = {"operation": "pass", "case": {}, "name": "plain", "checked": None}
     yield absent | {"reason": "it needs 161.0 GB"}
-    case = {"model": "a", "layers": 36, "B": 1, "tokens": 16384}
-    own = {"operation": "prefill", "case": case, "name": "jspec", "checked": "2 layers"}
-    own |= {"flops": 10**14, "matrix_ceiling_flops_per_s": 8e14}
-    yield own | {"wall_ns": [250 * 10**6] * 3}
+    at = {"model": "b", "layers": 36, "B": 4, "S": 8192}
+
+    def made(operation, name, ms, floors, **rest):
+        own = {"operation": operation, "case": at | rest.pop("case", {}), "name": name}
+        own |= {"checked": "2 layers", "step_ns": [round(ms * 1e6)] * 5}
+        return own | {"floors_ns": {x: 1e6 * y for x, y in floors.items()}} | rest
+
+    yield made("pass", "plain", 5, {"verification": 4}, case={"T": 1})
+    gamma = {"case": {"gamma": 9}}
+    yield made("draft", "plain", 10, {"verification": 8}, tokens_per_s=400.0, **gamma)
+    kinds = {"attention": 6e6, "matmuls": 4e6, "rest": 0}
+    parts = dict.fromkeys(PARTS, dict.fromkeys(kinds, 0))
+    alone = parts | {"verification": kinds}
+    yield made("draft", "verification", 11, {"verification": 8}, parts_ns=alone, **gamma)
+    parts |= {"draft passes": {"attention": 5e6, "matmuls": 20e6, "rest": 1e6}}
+    parts |= {"verification": kinds | {"attention": 7e6}}
+    parts |= {x: {"attention": 0, "matmuls": 0, "rest": 5e5} for x in ("collection", "selection")}
+    floors = {"verification": 8, "draft passes": 13, "collection": 0.5}
+    imposed = {"acceptance": "imposed", "tokens": 8.5, "tokens_per_s": 850.0}
+    yield made("draft", "vegas", 40, floors, parts_ns=parts, **imposed, **gamma)
+    yield made("read", "dense", 20, {"verification": 16})
+    yield made("read", "hata", 5, {"verification": 4})
 
 
 def attention_rows():
@@ -230,6 +250,51 @@ def test_a_step_is_shown_over_its_floor(tmp_path):
         ["Test", "a", "1", "8K", "5.00 ms, 1.25", "5.00 ms, 1.25"],
         ["", "b", "4", "8K", "5.00 ms, 1.25", ""],
     ]
+
+
+def test_iterations_are_shown_with_their_parts_and_imposed_tokens(tmp_path):
+    text = written(tmp_path, "decode")
+    # What attention takes above that of the pass alone, 1 ms, is collection.
+    at = ["Test", "b", "4", "8K"]
+    assert rows_of(text, "An iteration and its parts") == [
+        [*at, "10.00", "vegas", "9", "40.00", "1.86", "26.00", "10.00", "5.3%"]
+    ]
+    assert rows_of(text, "Throughput with imposed acceptance") == [
+        [*at, "vegas", "9", "8.50", "40.00", "850", "2.12x"]
+    ]
+    (step,) = rows_of(text, "A layer and a step of each policy")
+    assert step[:5] == ["Test", "step, b, B=4, S=8K", "20.00 ms", "5.00 ms", "4.00x"]
+    assert "| 2.12x plain decoding; imposed acceptance (the paper's) |" in text
+    assert "| 800 tokens/s | 4.00x as fast as the dense step |" in text
+
+
+def test_quality_is_shown_as_scores_lengths_and_flips(tmp_path):
+    def made(operation, name, case, **figures):
+        return {"operation": operation, "name": name, "case": case, "checked": True} | figures
+
+    rows = [made("read", "dense", {"S": 8192, "budget": None}, bytes=0.0, score=99.0)]
+    for budget in (1 / 64, 1 / 32):
+        case = {"S": 8192, "questions": 3, "budget": budget}
+        rows.append(made("read", "hata", case, bytes=16.0, score=100 * budget))
+    case = {"S": 512, "texts": 2, "new": 8, "gamma": 2, "percent": 7, "exact": "no"}
+    case |= {"sampling": "greedy"}
+    for name, tokens in (("vegas-first", [10, 20]), ("hata", [20, 20])):
+        counts = {"tokens": tokens, "steps": [10, 10], "length": sum(tokens) / 20}
+        flips = {"accepted_at": [3], "compared": 18, "flips": 1, "flip_margins": [0.25]}
+        rows.append(made("draft", name, case, **counts, **flips))
+    folder = tmp_path / "results" / "some"
+    folder.mkdir(parents=True)
+    result = {"suite": "quality", "machine": MACHINE, "rows": rows}
+    (folder / "quality.json").write_text(json.dumps(result))
+    report.write(folder.parent, tmp_path)
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "| Test | 8K | dense | 0 |  |  |  |  |  | 99.0 |  |" in text
+    assert "|  |  | hata | 16 |  |  | 1.6 | 3.1 |  |  |  |" in text
+    texts = "2 texts of 512 tokens, 8 new ones each, gamma 2, 7 % of the context"
+    # Differences of 1 and 0: their mean, and sqrt(0.5 / 2).
+    assert f"| Test, {texts} | hata | 2.00 | +0.50 ± 0.50 |  |  |" in text
+    assert "| Test | bundled | ordinary | 2 | 36 | 2 | 55.556 | 0.250 | 0.250 |" in text
+    assert (tmp_path / "some-ruler-budget.png").exists()
 
 
 def test_the_figure_of_attention_has_shares_of_the_ceiling_against_context():

@@ -8,7 +8,7 @@ import pytest
 
 from bench.helix import LAYER, STEP
 from jspec.cli import main
-from jspec.helix.simulator import Constants, calibrated, load_fit, load_hardware, predictions
+from jspec.helix.simulator import Constants, calibrated, load_fits, load_hardware, predictions
 
 # Arithmetic takes no time.
 H200 = dataclasses.replace(load_hardware("h200"), tflops=1e9)
@@ -108,7 +108,7 @@ def test_what_two_gpus_took_is_predicted_within_a_quarter():
     )
     hardware = load_hardware("h200")
     wide = Constants(bytes_per_value=2, bytes_per_activation=2)
-    constants = calibrated(wide, hardware, [load_fit(messages), load_fit(attention)])
+    constants = calibrated(wide, hardware, [*load_fits(messages), *load_fits(attention)])
     found = [x for path in (step, attention) for x in predictions(path, hardware, constants)]
     assert len(found) >= 20
     assert max(abs(x.error) for x in found) <= 0.25

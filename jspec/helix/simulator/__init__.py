@@ -4,7 +4,7 @@ It follows the evaluation of Helix (Bhatia et al. 2025, section 3 and appendix A
 reads, computes and sends under each layout, by rates of the hardware and named constants.
 """
 
-from jspec.helix.simulator.calibration import Fit, Point, calibrated, load_fit
+from jspec.helix.simulator.calibration import Fit, Point, calibrated, load_fits
 from jspec.helix.simulator.configurations import Configurations, configurations
 from jspec.helix.simulator.cost import Constants, StepTimes, pipelined, step_times
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
@@ -26,7 +26,7 @@ __all__ = [
     "calibrated",
     "configurations",
     "kv_read_us",
-    "load_fit",
+    "load_fits",
     "load_hardware",
     "load_shape",
     "pipelined",

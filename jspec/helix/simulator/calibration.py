@@ -67,29 +67,38 @@ class Fit:
     tflops: float | None = None
 
 
-def load_fit(path: str | Path) -> Fit:
-    """Fit the times of messages, or else of attention, in a result of ``python -m bench helix``.
+def load_fits(path: str | Path) -> tuple[Fit, ...]:
+    """Fit the times of messages and of attention in a result of ``python -m bench helix``.
 
     Raises:
-        ValueError: the file holds no such result, or too few measurements.
+        ValueError: the file holds neither, or too few measurements.
     """
     result = read_json(Path(path))
     try:
         rows = [row for row in result["rows"] if row.get("step_ns")]
-        kind = "messages" if any("P" in row["case"] for row in rows) else "attention"
-        times, latents = (
-            [_measured(point) for point in map(of, rows) if point is not None]
-            for of in (READERS[kind], _latent)
-        )
+        by_kind = {
+            kind: [_measured(point) for point in map(of, rows) if point is not None]
+            for kind, of in (*READERS.items(), ("latents", _latent))
+        }
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(
             f"{path} has no times of messages or attention: {type(error).__name__}: {error}; "
-            f"{WRITE} or op=layer"
+            "write them with python -m bench helix --json FILE"
         ) from None
+    latents = by_kind.pop("latents")
+    kinds = [kind for kind, times in by_kind.items() if times]
+    if not kinds:
+        raise ValueError(
+            f"{path} has no times of messages between devices or of attention by one device "
+            "(kvp=1); measure them with python -m bench helix"
+        )
     try:
-        return _with_latents(_fitted(kind, times), latents)
+        fits = {kind: _fitted(kind, by_kind[kind]) for kind in kinds}
+        if "attention" in fits:
+            fits["attention"] = _with_latents(fits["attention"], latents)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    return tuple(fits.values())
 
 
 def calibrated(constants: Constants, hardware: Hardware, fits: Iterable[Fit]) -> Constants:
@@ -143,7 +152,6 @@ def _latent(row: dict[str, Any]) -> Measurement | None:
     return name, 2.0 * case["B"] * case["S"] * heads * channels, row["step_ns"]
 
 
-WRITE = "write them with python -m bench helix --json FILE --case op=message"
 # For each kind of times: the function that reads a row (`READERS`); and the share and the fixed
 # time that the fit determines, with the rate of `Hardware` that the share is of (`FITTED`).
 READERS: dict[str, Callable[[dict[str, Any]], Measurement | None]] = {
@@ -168,9 +176,6 @@ def _measured(measurement: Measurement) -> tuple[str, float, float]:
 def _fitted(kind: str, measured: Sequence[tuple[str, float, float]]) -> Fit:
     from scipy.optimize import nnls
 
-    if not measured:
-        condition = "of one device (kvp=1)" if kind == "attention" else "of two devices or more"
-        raise ValueError(f"no row of {kind} {condition} has times; {WRITE} or op=layer")
     names, sizes, times = zip(*measured, strict=True)
     sizes, times = np.array(sizes), np.array(times)
     terms = [np.ones(len(sizes)), sizes] if len(set(sizes)) > 1 else [sizes]
@@ -199,4 +204,4 @@ def _with_latents(fit: Fit, measured: Sequence[tuple[str, float, float]]) -> Fit
     return dataclasses.replace(fit, points=fit.points + points, tflops=rate / 1e6)
 
 
-__all__ = ["Fit", "Point", "calibrated", "load_fit"]
+__all__ = ["Fit", "Point", "calibrated", "load_fits"]
