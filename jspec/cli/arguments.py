@@ -267,9 +267,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="also show how the ratios depend on a constant; repeatable",
     )
     measured = kinds.add_parser("measured", help="predictions of what the bench measured")
-    measured.add_argument(
-        "results", nargs="+", metavar="FILE", help="of python -m bench helix"
-    )
+    measured.add_argument("results", nargs="+", metavar="FILE", help="of python -m bench helix")
     measured.set_defaults(png=None)
     for kind in (roofline, pareto):
         add = kind.add_argument
