@@ -85,7 +85,7 @@ class Iterations(Benchmark):
                     yield row(self.operation, case, name, checked=None, reason=str(error))
                     continue
             policy, kind = config.cache_policy, floors.quantized_in(config)
-            arrays = arrays_of(policy, model.config.layers) if policy.needs_arrays else None
+            arrays = arrays_of(policy, model.config.layers)
             models = config.draft.prepare(Models(model, copies.get(kind), arrays))
             copies[kind] = models.draft
             iteration = Iteration(self.operation, case, name, models, config, steps, ceilings)

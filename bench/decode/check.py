@@ -22,7 +22,7 @@ from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import draft, run_target
 from jspec.dispatch import Backends
 from jspec.policies import ScoredPolicy
-from jspec.typing import Array
+from jspec.typing import Array, Attend
 
 LAYERS = 2
 # Relative to the logits' norm, the mean over the positions of the worst row: a fault shows at all
@@ -156,10 +156,11 @@ class _ScaledKeys:
         return self.model.dtype
 
     def __call__(self, tokens: Array, positions: Array, attend: Any, cache: Any) -> Any:
-        def scaled(layer: int, q: Any, k: Any, v: Any, cache: Any, **rest: Any) -> Any:
-            return attend(layer, q, jnp.asarray(NEW_KEY_SCALE, k.dtype) * k, v, cache, **rest)
+        class ScaledKeys(Attend):
+            def __call__(self, layer, q, k, v, cache, /, **rest: Any) -> Any:
+                return attend(layer, q, jnp.asarray(NEW_KEY_SCALE, k.dtype) * k, v, cache, **rest)
 
-        return self.model(tokens, positions, scaled, cache)
+        return self.model(tokens, positions, ScaledKeys(), cache)
 
     def logits(self, hidden: Array) -> Array:
         return self.model.logits(hidden)
