@@ -33,7 +33,7 @@ from bench.steered import Steered
 from bench.suite import Benchmark, suite_of
 from bench.texts import texts
 from jspec.cli.compile_cache import keep_programs
-from jspec.decode.resolved_options import usual_steps
+from jspec.decode.options import usual_steps
 
 MIXES = {"reasoning": (256, 1024), "long-context": (8192, 128)}  # prompt and new tokens
 SHARES = (0.5, 0.8)  # of the requests a second of plain decoding

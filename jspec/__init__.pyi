@@ -77,6 +77,7 @@ from .decode.generation import (
     generate as generate,
 )
 from .decode.growth import grow_capacity as grow_capacity
+from .decode.options import DecodeOptions as DecodeOptions
 from .decode.prefill import fill_slot as fill_slot
 from .decode.prefill import start_decoding as start_decoding
 from .decode.request import Request as Request

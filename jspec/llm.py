@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import one_each
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
 from jspec.decode.generation import generate
-from jspec.decode.resolved_options import Gamma
+from jspec.decode.options import DecodeOptions, check_names
 from jspec.decode.score import score_tokens
 from jspec.decode.settings import check_draft, check_target
 from jspec.decode.state import Models
@@ -27,7 +27,6 @@ from jspec.models.chat import ChatTemplate, Message, load_chat_template
 from jspec.models.checkpoint import load_model
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
-from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
 from jspec.policies.hata import with_hashes
 from jspec.typing import Model
@@ -59,15 +58,8 @@ class LLM:
         model: a directory or GGUF file, as in `load_model`, a model, or None for the bundled model.
         tokenizer: the tokenizer; None loads that of the directory or file.
         chat_template: the template of `chat`; None loads that of the directory or file.
-        draft: as in `jspec.generate`, and the same holds for the following arguments.
-        gamma: draft tokens of a step.
-        draft_model: the model of a `ModelDraft`.
-        target: the policy by which the model reads.
-        rule: the verification rule.
-        policy_params: arrays of the policy; None computes them from a text that ships with jspec.
         batch: prompts decoded at a time.
-        backends: implementation of each operation.
-        exact: as in `jspec.generate`.
+        **options: the drafter, gamma and other options of decoding: `DecodeOptions`.
 
     Raises:
         CheckpointError: as `load_model`.
@@ -80,18 +72,13 @@ class LLM:
         *,
         tokenizer: Tokenizer | None = None,
         chat_template: ChatTemplate | None = None,
-        draft: Drafter | None = NgramDraft(),
-        gamma: Gamma = None,
-        draft_model: Model | None = None,
-        target: Policy = Dense(),
-        rule: Rule = "token",
-        policy_params: Any = None,
         batch: int = 8,
-        backends: Mapping[str, str] = Backends(),
-        exact: bool = False,
+        **options: Unpack[DecodeOptions],
     ):
         if (whole_number(batch) or 0) < 1:
             raise ValueError(f"batch={shown(batch)} must be a whole number, at least 1")
+        check_names(options)
+        draft, target = options.get("draft", NgramDraft()), options.get("target", Dense())
         draft = NoDraft() if draft is None else draft
         check_draft(draft)
         check_target(target, draft, 0)
@@ -107,19 +94,16 @@ class LLM:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._batch = batch
+        policy_params = options.get("policy_params")
         if policy_params is None:
             policy_params = self._arrays(draft, target, path)
         # What a drafter makes of the model is made once.
-        models = draft.prepare(Models(model, draft_model))
-        self._settings = {
+        draft_model = draft.prepare(Models(model, options.get("draft_model"))).draft
+        self._options: DecodeOptions = {
+            **options,
             "draft": draft,
-            "gamma": gamma,
-            "draft_model": models.draft,
-            "target": target,
-            "rule": rule,
+            "draft_model": draft_model,
             "policy_params": policy_params,
-            "backends": backends,
-            "exact": exact,
         }
 
     def _arrays(self, draft: Drafter, target: Policy, path: Path | None) -> Any:
@@ -230,7 +214,7 @@ class LLM:
 
         def decode() -> None:
             try:
-                generate(self.model, [ids], params, on_tokens=on_tokens, **self._settings)
+                generate(self.model, [ids], params, on_tokens=on_tokens, **self._options)
                 pieces.put(row.close())
                 pieces.put(None)
             except BaseException as error:  # raised again where the text is read
@@ -288,7 +272,7 @@ class LLM:
         def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
             return rows[row].take(tokens)[1]
 
-        output = generate(self.model, prompts, params, on_tokens=on_tokens, **self._settings)
+        output = generate(self.model, prompts, params, on_tokens=on_tokens, **self._options)
         for row in rows:
             row.close()
         marks: list[np.ndarray | None] = [None] * len(prompts)
@@ -296,8 +280,12 @@ class LLM:
             whole = [
                 [*prompt, *tokens] for prompt, tokens in zip(prompts, output.tokens, strict=True)
             ]
-            named = {name: self._settings[name] for name in ("backends", "exact")}
-            scores = score_tokens(self.model, whole, **named)
+            scores = score_tokens(
+                self.model,
+                whole,
+                backends=self._options.get("backends", Backends()),
+                exact=self._options.get("exact", False),
+            )
             marks = [s[-len(t) :] for s, t in zip(scores, output.tokens, strict=True)]
         return [
             Completion(row.text, tokens, "stop" if row.stopped else why, seed, mark)

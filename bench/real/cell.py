@@ -23,9 +23,9 @@ from bench.real import check
 from bench.real.answers import repeats
 from bench.settings import bar
 from jspec.decode.convert_state import convert_state
+from jspec.decode.options import usual_steps
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
 from jspec.decode.programs import PROGRAMS
-from jspec.decode.resolved_options import usual_steps
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.step import decode_chunk
 from jspec.eval.sample import prepared

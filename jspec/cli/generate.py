@@ -21,7 +21,7 @@ from jspec.cli.settings import read_settings
 from jspec.cli.show import environment, print_json, print_table
 from jspec.decode.checks import check_request, one_each
 from jspec.decode.draft import Drafter, NoDraft, named_draft
-from jspec.decode.resolved_options import Gamma
+from jspec.decode.options import Gamma
 from jspec.decode.settings import OPERATIONS, StepConfig
 from jspec.decode.state import Models
 from jspec.dispatch import Backends
@@ -122,8 +122,7 @@ def _run(
         silent = Show(streams=False, prints=False)
         plainly = serve(job.plain(), ready, silent, name="decode plainly")
         interrupted = plainly.interrupted
-        is_lossy = not isinstance(job.target, Dense)
-        compare = None if interrupted else _compare(outcome, plainly, lossless=not is_lossy)
+        compare = None if interrupted else _compare(outcome, plainly, lossless=not job.is_lossy)
     refused.sort(key=lambda line: line.line)
     results = [result_of(s.request, s.row.text, s.row.tokens, s.finished) for s in outcome.served]
     errors = [error_of(line) for line in refused]
@@ -220,14 +219,16 @@ def load(
         model=placed_model,
         tokenizer=tokenizer,
         template=template,
-        draft=draft,
-        gamma=gamma,
-        draft_model=draft.prepare(Models(placed_model, draft_model)).draft,
-        target=target,
-        rule=arguments.rule,
-        exact=arguments.exact,
-        policy_params=arrays,
-        backends=backends,
+        options={
+            "draft": draft,
+            "gamma": gamma,
+            "draft_model": draft.prepare(Models(placed_model, draft_model)).draft,
+            "target": target,
+            "rule": arguments.rule,
+            "exact": arguments.exact,
+            "policy_params": arrays,
+            "backends": backends,
+        },
         batch=arguments.batch,
     )
 
@@ -236,7 +237,7 @@ def ready_for(job: Job, request: CliRequest, refused: list[Refused]) -> Ready | 
     """The request for the model; a line that it cannot serve is refused, others go on."""
     try:
         prompt = job.encode(request.prompt)
-        check_request(Models(job.model, job.draft_model), prompt, request.params)
+        check_request(Models(job.model, job.options.get("draft_model")), prompt, request.params)
         return Ready(request, prompt, with_stops(request.params, request.stop, job.tokenizer))
     except ValueError as error:
         if request.line is None:

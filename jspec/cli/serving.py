@@ -11,20 +11,17 @@ from typing import Any
 from jspec.cli.requests import CliRequest, Message
 from jspec.cli.show import Progress
 from jspec.config import SamplingParams
-from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.engine import Engine
 from jspec.decode.generation import Interrupted
 from jspec.decode.generation import generate as decode
+from jspec.decode.options import DecodeOptions
 from jspec.decode.prefill import stops_of
 from jspec.decode.request import Request
-from jspec.decode.resolved_options import Gamma
 from jspec.decode.stats import Stats
-from jspec.dispatch import Backends
 from jspec.models.chat import ChatTemplate
 from jspec.models.text import RowText
 from jspec.models.tokenizer import Tokenizer
-from jspec.ops.stochastic import Rule
-from jspec.policies import Dense, Policy
+from jspec.policies import Dense
 
 NO_TEMPLATE = (
     "the model has no chat template for messages; give it a plain prompt, without --chat or "
@@ -63,32 +60,31 @@ class Outcome:
 class Job:
     """All that decoding needs in addition to the requests, ``batch`` of them at a time.
 
-    ``target`` is the policy whose selection the model reads, dense where decoding is lossless.
     ``template`` renders conversations, None where the model has none or nobody asked for one.
     """
 
     model: Any
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    draft: Drafter
-    gamma: Gamma
-    draft_model: Any
-    target: Policy
-    rule: Rule
-    exact: bool
-    policy_params: Any
-    backends: Backends
+    options: DecodeOptions
     batch: int
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The keyword arguments of `jspec.generate` and `jspec.Engine`."""
-        names = "draft gamma draft_model target rule exact policy_params backends"
-        return {name: getattr(self, name) for name in names.split()}
+    def is_lossy(self) -> bool:
+        """Whether the model reads a selection of the context."""
+        return not isinstance(self.options.get("target", Dense()), Dense)
 
     def plain(self) -> Job:
-        none = {"draft_model": None, "policy_params": None}
-        return dataclasses.replace(self, draft=NoDraft(), gamma=0, target=Dense(), **none)
+        """The same for plain decoding."""
+        options: DecodeOptions = {
+            **self.options,
+            "draft": None,
+            "gamma": 0,
+            "draft_model": None,
+            "target": Dense(),
+            "policy_params": None,
+        }
+        return dataclasses.replace(self, options=options)
 
     def encode(self, prompt: bytes | list[Message]) -> list[int]:
         """Token ids of a text or a conversation."""
@@ -157,7 +153,7 @@ def _single(job: Job, one: Ready, show: Show) -> Outcome:
             on_tokens=on_tokens,
             on_prefill=progress.prefilled if progress.shown else None,
             on_compile=progress.compiling,
-            **job.settings,
+            **job.options,
         )
     except Interrupted as stop:
         interrupted, generation, shown = True, stop.generation, row.text
@@ -181,7 +177,7 @@ def _lines(job: Job, ready: Sequence[Ready], show: Show) -> Outcome:
         capacity=max(len(one.prompt) + one.params.max_new_tokens for one in ready),
         stop_tokens=max(1, len(ends), *(len(stops_of(one.params, ends)) for one in ready)),
         on_compile=progress.compiling,
-        **job.settings,
+        **job.options,
     )
     rows = [job.row(one.request) for one in ready]
     served: list[Served] = []

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             bench = Bench(
                 *(job.model, [r.prompt for r in ready], [r.params for r in ready], max(gammas)),
                 lambda draft: _arrays(arguments, job, draft),
-                job.backends,
+                backends_of(arguments),
                 advance,
             )
             plain = bench.plain()

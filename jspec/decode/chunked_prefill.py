@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams
 from jspec.decode.insert_rows import PackedRows, insert_row
 from jspec.decode.on_mesh import mesh_model
+from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import (
     jitted_init_drafter_state,
     padded,
@@ -22,7 +22,6 @@ from jspec.decode.prefill import (
     state_of,
 )
 from jspec.decode.programs import Timed
-from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.state import DecodeState
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Array
@@ -65,7 +64,6 @@ class ChunkedPrefill:
         options: Options of decoding.
         capacity: Positions of a row.
         chunk: Most tokens of a piece.
-        cache_dtype: As in `jspec.start_decoding`.
         programs: Runs the jitted functions.
         overtaken: Which prompts `overtake` may prefill while another one is being prefilled: all,
             those after a shared prefix, or none. They take a second row, which exists where such
@@ -77,14 +75,13 @@ class ChunkedPrefill:
         options: ResolvedOptions,
         capacity: int,
         chunk: int,
-        cache_dtype: DTypeLike | None,
         programs: Timed,
         *,
         overtaken: Literal["all", "after prefixes", "none"],
     ) -> None:
         self._options, self._chunk, self._programs = options, chunk, programs
         self._sizes = pass_sizes(chunk)
-        self._settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
+        self._settings = {"capacity": capacity, "chunk": chunk, "cache_dtype": options.cache_dtype}
         on_mesh = mesh_model(options.models.target)
         self._sharding = (
             explicit_mesh_sharding(options.models) if on_mesh is None else on_mesh.placing

@@ -13,9 +13,9 @@ import numpy as np
 
 from jspec.decode.acceptance import RowAcceptance
 from jspec.decode.auto import GammaChoice
+from jspec.decode.options import ResolvedOptions
 from jspec.decode.programs import PROGRAMS, OnCompile
 from jspec.decode.request import Request
-from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.step import decode_chunk, sync_drafter

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, as_ids, check_request
 from jspec.decode.chunked_prefill import ChunkedPrefill
-from jspec.decode.draft import Drafter, SelfDraft
+from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import OnTokens, Request
-from jspec.decode.resolved_options import Gamma, ResolvedOptions
 from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.scheduler import Scheduler
 from jspec.decode.short_prompts import ShortPrompts
 from jspec.decode.stats import Stats
 from jspec.decode.together import rows_of
-from jspec.dispatch import Backends
-from jspec.ops.stochastic import Rule
-from jspec.policies import Dense, Policy
 from jspec.sharding import put
 from jspec.typing import Model
 
@@ -60,8 +55,7 @@ class Engine:
         prefill_chunk: Prompt tokens per free slot and step; None is 512, or 256 on a CPU.
         on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
             it. After `warm_up` none compiles, whatever requests and prefixes come.
-
-    The other arguments are those of `jspec.generate`.
+        **options: The drafter, gamma and other options of decoding: `DecodeOptions`.
 
     Raises:
         TypeError: As `jspec.generate` does.
@@ -75,57 +69,35 @@ class Engine:
         *,
         slots: int,
         capacity: int,
-        draft: Drafter | None = SelfDraft(),
-        gamma: Gamma = None,
-        draft_model: Model | None = None,
-        target: Policy = Dense(),
-        rule: Rule = "token",
-        policy_params: Any = None,
         stop_tokens: int = 16,
-        steps_per_chunk: int | None = None,
         prefill_chunk: int | None = None,
-        cache_dtype: DTypeLike | None = None,
-        backends: Mapping[str, str] = Backends(),
-        exact: bool = False,
         on_compile: OnCompile | None = None,
+        **options: Unpack[DecodeOptions],
     ) -> None:
         if prefill_chunk is None:
             prefill_chunk = min(CHUNK, default_chunk(1))
         slots, capacity = _size("slots", slots), _size("capacity", capacity)
         stop_tokens = _size("stop_tokens", stop_tokens)
         prefill_chunk = _size("prefill_chunk", prefill_chunk)
-        options = ResolvedOptions.of(
-            model,
-            draft=draft,
-            gamma=gamma,
-            draft_model=draft_model,
-            target=target,
-            rule=rule,
-            policy_params=policy_params,
-            steps_per_chunk=steps_per_chunk,
-            backends=backends,
-            exact=exact,
-        )
+        resolved = ResolvedOptions.of(model, options)
         self.slots, self.capacity = slots, capacity
-        self._ends = tuple(options.models.target.config.stop_tokens)
+        self._ends = tuple(resolved.models.target.config.stop_tokens)
         if len(self._ends) > stop_tokens:
             raise ValueError(
                 f"stop_tokens={stop_tokens} must be at least {len(self._ends)}, which are the "
                 "model's own"
             )
         self._max_stop_tokens = stop_tokens
-        self._options, self._chunk = options, prefill_chunk
-        self._runner = Runner(options, slots, on_compile)
+        self._options = resolved
+        self._runner = Runner(resolved, slots, on_compile)
         self._prefix_tokens = 0
         self._is_at_work, self._is_closed = False, False
         with self._memory():
             room, programs = rounded_capacity(capacity), self._runner.chunks.programs
-            short = ShortPrompts(options, slots, room, prefill_chunk, programs)
+            short = ShortPrompts(resolved, slots, room, prefill_chunk, programs)
             overtaken = "after prefixes" if short.sizes else "all" if slots > 1 else "none"
             piece = short.tokens if short.has_large_passes else prefill_chunk
-            prefill = ChunkedPrefill(
-                options, room, piece, cache_dtype, programs, overtaken=overtaken
-            )
+            prefill = ChunkedPrefill(resolved, room, piece, programs, overtaken=overtaken)
             state = prefill.started([np.zeros(1, np.int32)] * slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)

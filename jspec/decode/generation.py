@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt, as_ids, check_requests
 from jspec.decode.convert_state import convert_state
-from jspec.decode.draft import Drafter, SelfDraft
 from jspec.decode.growth import first_capacity
+from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of, stops_of
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import Request
-from jspec.decode.resolved_options import Gamma, ResolvedOptions
 from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.stats import Stats
 from jspec.decode.together import rows_of
-from jspec.dispatch import Backends
-from jspec.ops.stochastic import Rule
-from jspec.policies import Dense, Policy
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Model
 
@@ -67,21 +62,12 @@ def generate(
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
-    draft: Drafter | None = SelfDraft(),
-    gamma: Gamma = None,
-    draft_model: Model | None = None,
-    target: Policy = Dense(),
-    rule: Rule = "token",
-    policy_params: Any = None,
-    steps_per_chunk: int | None = None,
     prefill_chunk: int | None = None,
-    cache_dtype: DTypeLike | None = None,
-    backends: Mapping[str, str] = Backends(),
-    exact: bool = False,
     prefilled: DecodeState | None = None,
     on_tokens: OnTokens | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
     on_compile: OnCompile | None = None,
+    **options: Unpack[DecodeOptions],
 ) -> Generation:
     """Decode a ragged batch of requests, each with its own settings.
 
@@ -96,21 +82,7 @@ def generate(
             first.
         prompts: Token ids of each request.
         params: Settings for all requests, or one per request.
-        draft: Where draft tokens come from. None is ``NoDraft()``: plain decoding by the same code.
-        gamma: Most draft tokens per step; None takes the drafter's usual number. ``"auto"`` chooses
-            it for each chunk by measured times and acceptance (docs/drafting.md).
-        draft_model: The second model, for ``ModelDraft()``.
-        target: The policy by which the model itself reads the context when it decodes. Any but
-            ``Dense()`` is not lossless, and needs ``draft=None``.
-        rule: ``"token"`` or ``"block"``, as in `StepConfig`.
-        policy_params: What `jspec.policies.prepare_params` made for a policy that needs parameters.
-        steps_per_chunk: Steps between two calls of ``on_tokens``. None is 4 on a CPU, or where
-            drafts take passes of a model and gamma is a number, else 16.
         prefill_chunk: Prompt tokens per row and prefill pass; None chooses by the batch.
-        cache_dtype: Dtype of the target's keys and values; None is the model's.
-        backends: Backends of operations by name, as in ``{"verify_greedy": "cuda"}``.
-        exact: Whether greedy tokens are those of plain decoding bit for bit, also in bfloat16 and
-            with any batch and draft, on an NVIDIA GPU (docs/exact.md).
         prefilled: A state that `jspec.start_decoding` made for these prompts, with any params and
             policy, in place of a prefill; with ``exact`` it must have been made with it. It is not
             donated, so that it serves several calls (`jspec.convert_state`).
@@ -121,6 +93,7 @@ def generate(
         on_prefill: Called as ``on_prefill(done, total)`` with prompt tokens per row.
         on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
             it.
+        **options: The drafter, gamma and other options of decoding: `DecodeOptions`.
 
     Returns:
         The tokens of each row, why each ended, and statistics.
@@ -132,20 +105,9 @@ def generate(
         Interrupted: On Ctrl-C: a `KeyboardInterrupt` with the generation so far.
     """
     ids = as_ids(prompts)
-    options = ResolvedOptions.of(
-        model,
-        draft=draft,
-        gamma=gamma,
-        draft_model=draft_model,
-        target=target,
-        rule=rule,
-        policy_params=policy_params,
-        steps_per_chunk=steps_per_chunk,
-        backends=backends,
-        exact=exact,
-    )
-    models, config = options.models, options.config
-    settings = (config, gamma, options.steps, prefill_chunk)
+    resolved = ResolvedOptions.of(model, options)
+    models, config = resolved.models, resolved.config
+    settings = (config, options.get("gamma"), resolved.steps, prefill_chunk)
     rows, ends = rows_of(models, ids, params, settings), models.target.config.stop_tokens
     requests = [
         Request(
@@ -154,7 +116,7 @@ def generate(
         )
         for index, (prompt, row) in enumerate(zip(ids, rows, strict=True))
     ]
-    runner, prompt_tokens = Runner(options, len(ids), on_compile, together=True), 0
+    runner, prompt_tokens = Runner(resolved, len(ids), on_compile, together=True), 0
     needed = max(len(prompt) + row.max_new_tokens for prompt, row in zip(ids, rows, strict=True))
     size = f"{len(ids)} prompts at a time, the longest of {needed} tokens with max_new_tokens"
     way_out = "give fewer prompts at a time, shorten them, lower max_new_tokens"
@@ -167,7 +129,7 @@ def generate(
                         *(models, ids, rows, config),
                         capacity=rounded_capacity(first_capacity(longest, needed)),
                         chunk=prefill_chunk,
-                        cache_dtype=cache_dtype,
+                        cache_dtype=resolved.cache_dtype,
                         on_prefill=on_prefill,
                         run=runner.chunks.programs,
                         grows=True,

@@ -18,9 +18,9 @@ from jspec.cache import Cache
 from jspec.config import SamplingParams
 from jspec.decode.insert_rows import PackedRows, insert_rows
 from jspec.decode.on_mesh import mesh_model
+from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import init_drafter_state, padded, pass_sizes, prefill_chunk, state_of
 from jspec.decode.programs import Timed
-from jspec.decode.resolved_options import ResolvedOptions
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.sharding import bytes_on_device, explicit_mesh_sharding

@@ -8,8 +8,7 @@ import numpy as np
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafter, ModelDraft, NgramDraft, NoDraft, SelfDraft
-from jspec.decode.resolved_options import ResolvedOptions
-from jspec.dispatch import Backends
+from jspec.decode.options import ResolvedOptions
 from jspec.ops.attention.dense import causal
 from jspec.policies import Dense, Streaming
 from jspec.typing import Model
@@ -58,18 +57,7 @@ def requests(**settings) -> list[SamplingParams]:
 
 def options_of(model: Model, **settings: Any) -> ResolvedOptions:
     """Resolved options of ``settings``, which are those of `jspec.generate`."""
-    usual: dict[str, Any] = {
-        "draft": None,
-        "gamma": None,
-        "draft_model": None,
-        "target": Dense(),
-        "rule": "token",
-        "policy_params": None,
-        "steps_per_chunk": None,
-        "backends": Backends(),
-        "exact": False,
-    }
-    return ResolvedOptions.of(model, **usual | settings)
+    return ResolvedOptions.of(model, {"draft": None, **settings})
 
 
 @jax.jit

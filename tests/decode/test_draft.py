@@ -11,8 +11,8 @@ from flax import nnx
 from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.draft import Chain, Drafted, GuidedDraft, ModelDraft, NgramDraft, SelfDraft
 from jspec.decode.generation import generate
+from jspec.decode.options import usual_steps
 from jspec.decode.prefill import start_decoding
-from jspec.decode.resolved_options import usual_steps
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import within_limits

@@ -26,7 +26,7 @@ from jspec.decode.draft import (
 )
 from jspec.decode.draft import autoregressive as draft_module
 from jspec.decode.generation import generate
-from jspec.decode.resolved_options import Gamma
+from jspec.decode.options import Gamma
 from jspec.ops import vocabulary as vocabulary_module
 from jspec.ops.sample import Role
 from jspec.ops.stochastic import Rule

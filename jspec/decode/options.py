@@ -1,0 +1,154 @@
+"""Options of decoding: what callers pass, and what is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec.config import shown, whole_number
+from jspec.decode.auto import Gammas
+from jspec.decode.checks import check_models
+from jspec.decode.draft import Drafter, NoDraft, SelfDraft
+from jspec.decode.exact import check_exact
+from jspec.decode.on_mesh import mesh_model
+from jspec.decode.settings import StepConfig, check_draft
+from jspec.decode.state import FlatModels, Models
+from jspec.dispatch import Backends
+from jspec.ops.stochastic import Rule
+from jspec.policies import Dense, Policy
+from jspec.policies.prepare import prepare_params
+from jspec.typing import Model
+
+Gamma = int | Literal["auto"] | None
+
+
+class DecodeOptions(TypedDict, total=False):
+    """Keyword arguments that `jspec.generate`, `jspec.Engine` and `jspec.LLM` share.
+
+    All may be left out.
+
+    Attributes:
+        draft: Where draft tokens come from. None is ``NoDraft()``: plain decoding by the same code.
+            The default is ``SelfDraft()``, of `jspec.LLM` ``NgramDraft()``.
+        gamma: Most draft tokens per step; None, the default, takes the drafter's usual number.
+            ``"auto"`` chooses it for each chunk by measured times and acceptance
+            (docs/drafting.md).
+        draft_model: The second model, for ``ModelDraft()``.
+        target: The policy by which the model itself reads the context when it decodes. The default
+            is ``Dense()``; any other is not lossless, and needs ``draft=None``.
+        rule: ``"token"``, the default, or ``"block"``, as in `StepConfig`.
+        policy_params: What `jspec.policies.prepare_params` made for a policy that needs parameters;
+            None, the default, makes them of the model, and in `jspec.LLM` of a text.
+        steps_per_chunk: Steps between two calls of ``on_tokens``. None, the default, is 4 on a CPU,
+            or where drafts take passes of a model and gamma is a number, else 16.
+        cache_dtype: Dtype of the target's keys and values; None, the default, is the model's.
+        backends: Backends of operations by name, as in ``{"verify_greedy": "cuda"}``.
+        exact: Whether greedy tokens are those of plain decoding bit for bit, also in bfloat16 and
+            with any batch and draft, on an NVIDIA GPU (docs/exact.md). The default is False.
+    """
+
+    draft: Drafter | None
+    gamma: Gamma
+    draft_model: Model | None
+    target: Policy
+    rule: Rule
+    policy_params: Any
+    steps_per_chunk: int | None
+    cache_dtype: DTypeLike | None
+    backends: Mapping[str, str]
+    exact: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedOptions:
+    """Options of decoding, checked and complete.
+
+    Attributes:
+        models: The models, on the device.
+        flat: The same, as programs take them.
+        config: The config of the longest step.
+        gammas: The configs that ``gamma="auto"`` chooses from, None for a fixed gamma.
+        steps: Steps of a chunk.
+        cache_dtype: As in `DecodeOptions`.
+    """
+
+    models: Models
+    flat: FlatModels
+    config: StepConfig
+    gammas: Gammas | None
+    steps: int
+    cache_dtype: DTypeLike | None
+
+    @classmethod
+    def of(cls, model: Model, options: DecodeOptions) -> ResolvedOptions:
+        """Check ``options``, and make what they need of the model.
+
+        Raises `TypeError` and `ValueError` for invalid ones.
+        """
+        check_names(options)
+        policy_params = options.get("policy_params")
+        models = Models(model, options.get("draft_model"), policy_params)
+        check_models(models)
+        draft, gamma = options.get("draft", SelfDraft()), options.get("gamma")
+        draft = NoDraft() if draft is None else draft
+        check_draft(draft)
+        config = StepConfig(
+            draft.traits.default_gamma if gamma is None or gamma == "auto" else gamma,
+            draft,
+            options.get("backends", Backends()),
+            options.get("target", Dense()),
+            options.get("rule", "token"),
+            options.get("exact", False),
+        )
+        gammas = Gammas(config) if gamma == "auto" else None
+        config = config if gammas is None else gammas.longest
+        if config.exact:
+            check_exact(model, config.cache_policy)
+        if policy_params is None:
+            models = models._replace(policy=prepare_params(config.cache_policy, model))
+        on_mesh = mesh_model(model)
+        if on_mesh is not None:
+            on_mesh.check(config)
+            models = on_mesh.placed(models)
+        models = draft.prepare(models)
+        traits = draft.traits
+        if (models.draft is None) == (traits.needs_model or traits.makes_model):
+            raise ValueError(
+                "draft=ModelDraft() and draft_model go together; pass both or neither. SelfDraft "
+                "takes one with quantized=, and makes it where there is none"
+            )
+        steps_per_chunk = options.get("steps_per_chunk")
+        steps = usual_steps(draft, gamma) if steps_per_chunk is None else steps_per_chunk
+        if (whole_number(steps) or 0) < 1:
+            raise ValueError(f"steps_per_chunk={shown(steps)} must be at least 1")
+        models, dtype = _on_device(models), options.get("cache_dtype")
+        return cls(models, FlatModels.of(models), config, gammas, int(steps), dtype)
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for an option that does not exist."""
+    names = DecodeOptions.__annotations__
+    if unknown := sorted(options.keys() - names.keys()):
+        raise TypeError(f"there is no option {unknown[0]!r}; pass any of {', '.join(names)}")
+
+
+def usual_steps(draft: Drafter, gamma: Gamma) -> int:
+    """Steps of a chunk by default: few, but enough that the host is done before the device.
+
+    ``gamma="auto"`` may choose plain steps, which are short.
+    """
+    steps_are_long = jax.default_backend() == "cpu" or (draft.traits.runs_model and gamma != "auto")
+    return 4 if steps_are_long else 16
+
+
+def _on_device(models: Models) -> Models:
+    """``models`` with arrays of JAX for those of numpy, which each call would copy again."""
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(models)):
+        return models
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, models)
