@@ -76,11 +76,11 @@ from .decode.generation import (
 from .decode.generation import (
     generate as generate,
 )
-from .decode.growth import grow_capacity as grow_capacity
 from .decode.options import DecodeOptions as DecodeOptions
 from .decode.prefill import fill_slot as fill_slot
 from .decode.prefill import start_decoding as start_decoding
 from .decode.request import Request as Request
+from .decode.rows import grow_capacity as grow_capacity
 from .decode.score import score_tokens as score_tokens
 from .decode.settings import PLAIN as PLAIN
 from .decode.settings import StepConfig as StepConfig

@@ -24,8 +24,9 @@ from bench.real.answers import repeats
 from bench.settings import bar
 from jspec.decode.convert_state import convert_state
 from jspec.decode.options import usual_steps
-from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of
+from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import PROGRAMS
+from jspec.decode.rows import room_of, state_of
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.step import decode_chunk
 from jspec.eval.sample import prepared

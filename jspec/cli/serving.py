@@ -15,8 +15,8 @@ from jspec.decode.engine import Engine
 from jspec.decode.generation import Interrupted
 from jspec.decode.generation import generate as decode
 from jspec.decode.options import DecodeOptions
-from jspec.decode.prefill import stops_of
 from jspec.decode.request import Request
+from jspec.decode.rows import stops_of
 from jspec.decode.stats import Stats
 from jspec.models.chat import ChatTemplate
 from jspec.models.text import RowText

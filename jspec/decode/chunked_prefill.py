@@ -10,18 +10,16 @@ import jax
 import numpy as np
 
 from jspec.config import SamplingParams
-from jspec.decode.insert_rows import PackedRows, insert_row
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import (
     jitted_init_drafter_state,
-    padded,
     pass_sizes,
     prefill_chunk,
     start_decoding,
-    state_of,
 )
 from jspec.decode.programs import Timed
+from jspec.decode.rows import insert_row, packed_rows
 from jspec.decode.state import DecodeState
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Array
@@ -138,7 +136,10 @@ class ChunkedPrefill:
 
     def insert(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
         """``state``, which is donated, with the prompt in ``slot``, to be decoded by ``params``."""
-        return insert_row(state, self._one(state, slot, params), slot, self._programs)
+        row, ends = self._row, self._options.models.target.config.stop_tokens
+        states = (row.cache, row.drafter_state)
+        packed = packed_rows(state, [slot], [row.prompt], [params], ends, *states)
+        return insert_row(state, packed, slot, self._programs)
 
     def overtake(
         self, state: DecodeState, slot: int, prompt: np.ndarray, params: SamplingParams
@@ -265,19 +266,6 @@ class ChunkedPrefill:
         row.cache, row.drafter_state = self._programs(
             prefill_chunk, *args, config=self._options.config, size=size
         )
-
-    def _one(self, state: DecodeState, slot: int, params: SamplingParams) -> PackedRows:
-        """The current prompt, packed for ``slot``, to be decoded by ``params``."""
-        row, ends = self._row, self._options.models.target.config.stop_tokens
-        tokens, lengths = padded([row.prompt], state.tokens.shape[1])
-        cache = dataclasses.replace(row.cache, lengths=lengths - 1)
-        one = state_of(
-            *(tokens, lengths, [params], ends, state.stop_tokens.shape[1]),
-            *(cache, row.drafter_state),
-            mode=state.mode,
-            exact=state.exact,
-        )
-        return PackedRows.of(one, [slot])
 
     def _placed(self, name: str, tree: Any) -> Any:
         return tree if self._sharding is None else place({name: tree}, self._sharding)[name]

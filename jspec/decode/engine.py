@@ -14,9 +14,10 @@ from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, as_ids, check_request
 from jspec.decode.chunked_prefill import ChunkedPrefill
 from jspec.decode.options import DecodeOptions, ResolvedOptions
-from jspec.decode.prefill import default_chunk, rounded_capacity, stops_of
+from jspec.decode.prefill import default_chunk, rounded_capacity
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import OnTokens, Request
+from jspec.decode.rows import stops_of
 from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.scheduler import Scheduler
 from jspec.decode.short_prompts import ShortPrompts

@@ -13,11 +13,11 @@ import numpy as np
 from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt, as_ids, check_requests
 from jspec.decode.convert_state import convert_state
-from jspec.decode.growth import first_capacity
 from jspec.decode.options import DecodeOptions, ResolvedOptions
-from jspec.decode.prefill import room_of, rounded_capacity, start_decoding, state_of, stops_of
+from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import Request
+from jspec.decode.rows import room_of, state_of, stops_of
 from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
@@ -26,6 +26,7 @@ from jspec.decode.together import rows_of
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Model
 
+START = 16384  # positions a row that `generate` begins with where requests need more
 OnTokens = Callable[[int, tuple[int, ...]], bool | int | None]
 
 
@@ -177,3 +178,8 @@ def _generation(runner: Runner, requests: Sequence[Request], prompt_tokens: int)
         stats=runner.stats(len(requests), prompt_tokens),
         steps=tuple(request._steps for request in requests),
     )
+
+
+def first_capacity(longest_prompt: int, needed: int) -> int:
+    """Positions per row to begin with: twice the prompt or `START`, if so many are needed."""
+    return min(needed, max(START, 2 * longest_prompt))

@@ -12,19 +12,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.cache import Cache, Layout
-from jspec.config import SamplingMode, SamplingParams, shown, whole_number
+from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import (
     Prompt,
     as_ids,
     check_models,
     check_requests,
-    mode_of,
-    sampling_of,
     strongest,
 )
 from jspec.decode.exact import check_exact, check_started
-from jspec.decode.insert_rows import insert_row
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
+from jspec.decode.rows import insert_row, padded, power_of_two, room_of, state_of
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.together import rows_of
@@ -84,35 +82,9 @@ def start_decoding(
             processes made different calls.
         TypeError: For arguments of another kind.
     """
-    settings: dict[str, Any] = {"capacity": capacity, "chunk": chunk, "cache_dtype": cache_dtype}
-    settings |= {"on_prefill": on_prefill, "run": run, "sharding": sharding, "grows": grows}
-    return _started(models, prompts, params, config, **settings)
-
-
-def _started(
-    models: Model | Models,
-    prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams],
-    config: StepConfig,
-    *,
-    capacity: int | None,
-    chunk: int | None,
-    cache_dtype: DTypeLike | None,
-    on_prefill: OnPrefill | None = None,
-    run: Callable[..., Any] | None = None,
-    sharding: Placing = None,
-    grows: bool = False,
-    layouts: Sequence[Layout] | None = None,
-) -> DecodeState:
-    """`start_decoding`; ``layouts``: of the cache's layers, None for those that suit the config."""
-    models = Models.of(models)
-    check_models(models)
-    check_arrays(models, config)
-    if config.exact:
-        check_exact(models.target, config.cache_policy)
-    ids = as_ids(prompts)
-    params = rows_of(models, ids, params, (config, capacity, chunk, cache_dtype, grows))
-    check_requests(models, ids, params)
+    models, ids, params = _checked(
+        *(models, prompts, params, config), (capacity, chunk, cache_dtype, grows)
+    )
     needed = max(len(p) + s.max_new_tokens for p, s in zip(ids, params, strict=True))
     capacity = rounded_capacity(needed) if capacity is None else capacity
     least, parts, shorten = needed, "prompt and max_new_tokens", "lower max_new_tokens"
@@ -123,96 +95,81 @@ def _started(
             f"a request needs {least} slots ({parts}) but capacity={shown(capacity)}; raise the "
             f"capacity or {shorten}"
         )
-    if chunk is None:
-        chunk = default_chunk(len(ids))
+    dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
+    longest, rings = max(capacity, needed), not config.exact
+    layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
+    sizes = (capacity, layouts, dtype, chunk)
+    return _started(models, ids, params, config, *sizes, on_prefill, run, sharding)
+
+
+def _checked(
+    models: Model | Models,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    config: StepConfig,
+    settings: Any,
+) -> tuple[Models, list[np.ndarray], tuple[SamplingParams, ...]]:
+    """Models, ids and settings of requests that the models can serve by steps of ``config``.
+
+    ``settings``: what else all processes that share the models must agree on.
+    """
+    models = Models.of(models)
+    check_models(models)
+    check_arrays(models, config)
+    if config.exact:
+        check_exact(models.target, config.cache_policy)
+    ids = as_ids(prompts)
+    params = rows_of(models, ids, params, (config, settings))
+    check_requests(models, ids, params)
+    return models, ids, params
+
+
+def _started(
+    models: Models,
+    ids: Sequence[np.ndarray],
+    params: Sequence[SamplingParams],
+    config: StepConfig,
+    capacity: int,
+    layouts: Sequence[Layout],
+    dtype: DTypeLike,
+    chunk: int | None,
+    on_prefill: OnPrefill | None = None,
+    run: Callable[..., Any] | None = None,
+    sharding: Placing = None,
+) -> DecodeState:
+    """The state of checked requests: every prompt token but the last of each row is prefilled."""
+    batch = len(ids)
+    chunk = default_chunk(batch) if chunk is None else chunk
     if (whole_number(chunk) or 0) < 1:
         raise ValueError(f"a prefill chunk of {shown(chunk)} tokens must be at least 1")
-    dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
     on_mesh = mesh_model(models.target)
+    init_state = init_drafter_state
     if on_mesh is not None:
         on_mesh.check(config)
         models, sharding = on_mesh.placed(models), on_mesh.placing
+        init_state = jitted_init_drafter_state
     sharding = explicit_mesh_sharding(models) if sharding is None else sharding
     tokens, lengths = padded(ids, capacity)
-    fill = {"dtype": dtype, "chunk": chunk, "on_prefill": on_prefill, "run": run}
-    if layouts is None:
-        longest, rings = max(capacity, needed), not config.exact
-        layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
-    fill["layouts"] = layouts
-    cache, drafter_state = _prefill(models, tokens, lengths, config, sharding, **fill)
+    specs = models.target.config.layers
+    cache = create_cache(config.cache_policy, specs, layouts, batch, dtype, sharding)
+    cache = cache.with_lengths(jnp.asarray(lengths - 1))
+    drafter_state = init_state(models, config=config, batch=batch, capacity=capacity)
+    empty = place({"cache": cache, "draft": drafter_state}, sharding)
+    cache, drafter_state = empty["cache"], empty["draft"]
+    total = int(lengths.max()) - 1
+    # A power of two up to the chunk, so that short prompts pay little and share programs.
+    chunk = min(chunk, power_of_two(total))
+    call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
+    prompts = jnp.asarray(tokens)
+    for begin in range(0, total, chunk):
+        args = (models, cache, drafter_state, prompts, np.int32(begin))
+        cache, drafter_state = call(*args, config=config, size=chunk)
+        if on_prefill is not None:
+            jax.block_until_ready(cache)
+            on_prefill(min(begin + chunk, total), total)
     ends = models.target.config.stop_tokens
-    state = state_of(
-        tokens,
-        lengths,
-        params,
-        ends,
-        room_of(params, ends),
-        cache,
-        drafter_state,
-        exact=config.exact,
-    )
-    return place(state, sharding)
-
-
-def state_of(
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    params: Sequence[SamplingParams],
-    ends: Sequence[int],
-    room: int,
-    cache: Cache,
-    drafter_state: Any,
-    mode: SamplingMode | None = None,
-    *,
-    exact: bool,
-) -> DecodeState:
-    """The state of prompts whose keys and values are in ``cache``.
-
-    Its arrays are of numpy, but for those that are passed: a program takes all of them at once,
-    while copying each to the device by itself would take as long as copying all.
-
-    Args:
-        tokens: int32 ``[B, S]``, -1 after each prompt.
-        lengths: int32 ``[B]``: tokens of each prompt.
-        params: Settings of each request, with seeds.
-        ends: The model's stop tokens.
-        room: Stop tokens that a row has room for.
-        cache: The target's cache with all prompt tokens but the last.
-        drafter_state: The drafter's state, None where it has none.
-        mode: The state's sampling mode; None for what ``params`` need.
-        exact: Whether the prompts were prefilled with ``exact=True``.
-    """
-    no_limit = np.iinfo(np.int32).max
-    limits = [no_limit if p.draft_limit is None else p.draft_limit for p in params]
-    arrays: dict[str, Any] = {
-        "tokens": tokens,
-        "limits": lengths + np.array([p.max_new_tokens for p in params], np.int32),
-        "done": np.zeros(len(params), bool),
-        "stop_tokens": padded([stops_of(p, ends) for p in params], room)[0],
-        "draft_limits": np.array(limits, np.int32),
-    }
-    return DecodeState(
-        cache=cache,
-        sampling=sampling_of(params),
-        draft=drafter_state,
-        mode=mode_of(params) if mode is None else mode,
-        exact=exact,
-        **arrays,
-    )
-
-
-def room_of(params: Sequence[SamplingParams], ends: Sequence[int]) -> int:
-    """Room for the stop tokens of each of ``params`` and for ``ends``, the model's own.
-
-    Always for both, so that `ignore_eos` changes no shape.
-    """
-    return power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
-
-
-def stops_of(params: SamplingParams, ends: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that end a request of a model whose stop tokens are ``ends``."""
-    stop_tokens = params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *ends)
-    return tuple(dict.fromkeys(stop_tokens))
+    row = (tokens, lengths, params, ends, room_of(params, ends))
+    return place(state_of(*row, cache, drafter_state, exact=config.exact), sharding)
 
 
 def fill_slot(
@@ -249,9 +206,15 @@ def fill_slot(
     if index is None or not 0 <= index < batch:
         raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
     check_started(state.exact, config.exact)
-    settings: dict[str, Any] = {"capacity": capacity, "chunk": chunk}
-    settings |= {"cache_dtype": state.cache.keys(0).dtype, "layouts": state.cache.layouts}
-    one = _started(models, [prompt], params, config, **settings)
+    checked, ids, rows = _checked(models, [prompt], params, config, (capacity, chunk))
+    needed = len(ids[0]) + rows[0].max_new_tokens
+    if needed > capacity:
+        raise ValueError(
+            f"a request needs {needed} slots (prompt and max_new_tokens) but capacity={capacity}; "
+            "raise the capacity or lower max_new_tokens"
+        )
+    sizes = (capacity, state.cache.layouts, state.cache.keys(0).dtype, chunk)
+    one = _started(checked, ids, rows, config, *sizes)
     if jax.tree.structure(one.draft) != jax.tree.structure(state.draft):
         raise ValueError(
             f"with draft={shown(config.draft)} and gamma={config.gamma} the drafter keeps other "
@@ -315,31 +278,6 @@ def prefill_chunk(
         return on_mesh_of(models.target, config, piece, *args, like=(cache, drafter_state))
 
 
-def _prefill(models, tokens, lengths, config, sharding, *, dtype, chunk, on_prefill, run, layouts):
-    """Prefill every prompt token but the last of each row, which the first step takes."""
-    batch, capacity = tokens.shape
-    specs = models.target.config.layers
-    on_mesh = mesh_model(models.target)
-    cache = create_cache(config.cache_policy, specs, layouts, batch, dtype, sharding)
-    cache = cache.with_lengths(jnp.asarray(lengths - 1))
-    init_state = init_drafter_state if on_mesh is None else jitted_init_drafter_state
-    drafter_state = init_state(models, config=config, batch=batch, capacity=capacity)
-    empty = place({"cache": cache, "draft": drafter_state}, sharding)
-    cache, drafter_state = empty["cache"], empty["draft"]
-    total = int(lengths.max()) - 1
-    # A power of two up to the chunk, so that short prompts pay little and share programs.
-    chunk = min(chunk, power_of_two(total))
-    call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
-    tokens = jnp.asarray(tokens)
-    for begin in range(0, total, chunk):
-        args = (models, cache, drafter_state, tokens, np.int32(begin))
-        cache, drafter_state = call(*args, config=config, size=chunk)
-        if on_prefill is not None:
-            jax.block_until_ready(cache)
-            on_prefill(min(begin + chunk, total), total)
-    return cache, drafter_state
-
-
 def init_drafter_state(
     models: Models | FlatModels, config: StepConfig, batch: int, capacity: int
 ) -> Any:
@@ -373,11 +311,6 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype:
     return resolved
 
 
-def power_of_two(number: int) -> int:
-    """The smallest power of two of at least ``number``, so that close numbers share a program."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def pass_sizes(max_tokens: int) -> list[int]:
     """Tokens per row of prefill passes, ascending to ``max_tokens``.
 
@@ -399,11 +332,3 @@ def default_chunk(batch: int) -> int:
 def rounded_capacity(needed: int) -> int:
     """``needed`` positions rounded up, so that close capacities share a program."""
     return -(-needed // CAPACITY_STEP) * CAPACITY_STEP
-
-
-def padded(rows: Sequence[Prompt], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids as int32 ``[B, width]`` padded with -1, and their lengths ``[B]``."""
-    out = np.full((len(rows), width), -1, np.int32)
-    for line, row in zip(out, rows, strict=True):
-        line[: len(row)] = np.asarray(row, np.int32)
-    return out, np.array([len(row) for row in rows], np.int32)

@@ -13,11 +13,11 @@ import numpy as np
 from jspec.config import SamplingMode
 from jspec.decode.checks import MODES, strongest
 from jspec.decode.chunks import Chunk, Chunks, counts_of
-from jspec.decode.growth import grow_capacity
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import Request
+from jspec.decode.rows import grow_capacity
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Stats, Tally, clip_records
 from jspec.decode.together import agreed

@@ -13,7 +13,8 @@ from jspec.decode.checks import as_ids, check_requests
 from jspec.decode.draft import NoDraft
 from jspec.decode.exact import check_exact
 from jspec.decode.on_mesh import jit_steps, layouts_for, mesh_model, on_mesh_of
-from jspec.decode.prefill import padded, rounded_capacity
+from jspec.decode.prefill import rounded_capacity
+from jspec.decode.rows import padded
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models, vocabulary_axes
 from jspec.decode.together import rows_of

@@ -16,11 +16,11 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
-from jspec.decode.insert_rows import PackedRows, insert_rows
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
-from jspec.decode.prefill import init_drafter_state, padded, pass_sizes, prefill_chunk, state_of
+from jspec.decode.prefill import init_drafter_state, pass_sizes, prefill_chunk
 from jspec.decode.programs import Timed
+from jspec.decode.rows import PackedRows, insert_rows, packed_rows
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.sharding import bytes_on_device, explicit_mesh_sharding
@@ -103,12 +103,9 @@ class ShortPrompts:
         rows = [*prompts, *[np.zeros(1, np.int32)] * missing]
         settings = [*params, *[SamplingParams(seed=0)] * missing]
         slots = [*slots, *[self._slots] * missing]  # past the end: nowhere
-        tokens, lengths = padded(rows, state.tokens.shape[1])
-        ends, room = self._options.models.target.config.stop_tokens, state.stop_tokens.shape[1]
-        cache = dataclasses.replace(state.cache, columns=(), pages=(), lengths=lengths - 1)
-        static_fields = {"mode": state.mode, "exact": state.exact}
-        new_rows = state_of(tokens, lengths, settings, ends, room, cache, None, **static_fields)
-        packed = PackedRows.of(new_rows, slots)
+        cache = dataclasses.replace(state.cache, columns=(), pages=())
+        ends = self._options.models.target.config.stop_tokens
+        packed = packed_rows(state, slots, rows, settings, ends, cache, None)
         static = {"size": size, "config": self._options.config}
         return self._programs(_take_up, self._options.flat, state, packed, **static)
 

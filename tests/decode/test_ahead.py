@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode import chunks, generation, growth, prefill, runner
+from jspec.decode import chunks, generation, prefill, rows, runner
 from jspec.decode.auto import GammaChoice
 from jspec.decode.chunks import Chunks
 from jspec.decode.draft import ModelDraft
@@ -142,13 +142,13 @@ def test_an_error_while_a_chunk_is_at_work_leaves_what_there_was(error, sharp, w
 
 def test_it_leaves_room_for_the_chunk_that_is_not_read_yet(sharp, watch, monkeypatch):
     """Most drafts are accepted, and no row may know more than there is room for."""
-    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(generation, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     grown = []
 
     def watched(state, capacity, config):
         grown.append((state.tokens.shape[1], capacity))
-        return growth.grow_capacity(state, capacity, config)
+        return rows.grow_capacity(state, capacity, config)
 
     monkeypatch.setattr(runner, "grow_capacity", watched)
     settings = {"draft": STREAMING, "gamma": 3, "steps_per_chunk": 2}
@@ -161,7 +161,7 @@ def test_it_leaves_room_for_the_chunk_that_is_not_read_yet(sharp, watch, monkeyp
     half = len(grown) // 2
     assert grown[:half] == grown[half:]
     assert half >= 2
-    monkeypatch.setattr(growth, "START", 1024)
+    monkeypatch.setattr(generation, "START", 1024)
     assert run() == got
     assert len(grown) == 2 * half
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode import generation, growth
+from jspec.decode import generation
 from jspec.decode.draft import (
     Chain,
     Drafted,
@@ -67,7 +67,7 @@ def plain(sharp, tiny):
 )
 def test_greedy_tokens_are_the_plain_ones(pair, name, plain, other, monkeypatch, request):
     """Ragged prompts, limits and draft limits, in a cache that grows."""
-    monkeypatch.setattr(growth, "START", 48)
+    monkeypatch.setattr(generation, "START", 48)
     monkeypatch.setattr(generation, "rounded_capacity", lambda needed: needed)
     draft, model = PAIRS[pair], request.getfixturevalue(name)
     second = other if draft.traits.needs_model else None

@@ -10,11 +10,11 @@ import pytest
 
 from jspec.cache import LinearLayout, RingLayout, StripedLayout
 from jspec.config import SamplingParams
-from jspec.decode import growth, prefill, runner
+from jspec.decode import generation, prefill, runner
 from jspec.decode.draft import ModelDraft
-from jspec.decode.generation import generate
-from jspec.decode.growth import first_capacity, grow_capacity
+from jspec.decode.generation import first_capacity, generate
 from jspec.decode.prefill import start_decoding
+from jspec.decode.rows import grow_capacity
 from jspec.decode.settings import PLAIN, StepConfig
 from jspec.policies import Quest
 from jspec.policies.policy import create_cache
@@ -40,7 +40,7 @@ def test_a_batch_that_grows_gives_the_same_tokens(sharp, other, monkeypatch):
         return grow_capacity(state, capacity, config)
 
     monkeypatch.setattr(runner, "grow_capacity", watched)
-    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(generation, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     grown = run()
     assert grown.tokens == whole.tokens
@@ -49,7 +49,7 @@ def test_a_batch_that_grows_gives_the_same_tokens(sharp, other, monkeypatch):
 
 def test_it_starts_with_what_is_needed_unless_that_is_far_more_than_the_prompt():
     assert first_capacity(100, 9000) == 9000
-    assert first_capacity(100, 100_000) == growth.START
+    assert first_capacity(100, 100_000) == generation.START
     assert first_capacity(90_000, 100_000) == 100_000
     assert first_capacity(30_000, 100_000) == 60_000
 

@@ -11,8 +11,8 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import Chain, GuidedDraft, NgramDraft, NoDraft, SelfDraft, named_draft
 from jspec.decode.draft.autoregressive import alternating_scan
 from jspec.decode.generation import generate
-from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import start_decoding
+from jspec.decode.rows import grow_capacity
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_step

@@ -9,8 +9,8 @@ import pytest
 from jspec.config import SamplingParams
 from jspec.decode.draft import ModelDraft, NgramDraft, NoDraft, SelfDraft
 from jspec.decode.generation import generate
-from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import fill_slot, start_decoding
+from jspec.decode.rows import grow_capacity
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk

@@ -11,8 +11,8 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import NgramDraft, SuffixDraft, named_draft
 from jspec.decode.draft.suffix import SuffixIndex
 from jspec.decode.generation import generate
-from jspec.decode.growth import grow_capacity
 from jspec.decode.prefill import fill_slot, start_decoding
+from jspec.decode.rows import grow_capacity
 from jspec.decode.settings import StepConfig
 from jspec.decode.step import speculative_step
 from tests.decode.common import prompts, requests

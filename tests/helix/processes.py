@@ -23,7 +23,7 @@ import numpy as np
 
 import jspec
 from jspec import helix, processes
-from jspec.decode import growth, prefill
+from jspec.decode import generation, prefill
 from jspec.decode.chunks import Chunks
 from jspec.helix.sharded import decoder_sharding
 from jspec.models import checkpoint
@@ -94,7 +94,7 @@ def drafted(model: Any, plain: Any, name: str) -> tuple[tuple[int, ...], ...]:
 def grown(model: Any) -> tuple[tuple[int, ...], ...]:
     """Tokens of a row that begins with room for 16 positions and grows to 43."""
     long = dataclasses.replace(SEEDED, max_new_tokens=40)
-    with mock.patch.object(growth, "START", 16), mock.patch.object(prefill, "CAPACITY_STEP", 8):
+    with mock.patch.object(generation, "START", 16), mock.patch.object(prefill, "CAPACITY_STEP", 8):
         return jspec.generate(model, [[1, 2, 3]], long, draft=NGRAM, gamma=3).tokens
 
 

@@ -11,7 +11,7 @@ import jspec
 from jspec import helix
 from jspec.cache import StripedLayout
 from jspec.cache.cache import _lengthening
-from jspec.decode import growth, prefill, runner
+from jspec.decode import generation, prefill, rows, runner
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import NGRAM, prompts
 from tests.helix.test_decoding import DRAFTERS, SPARSE
@@ -101,10 +101,10 @@ def test_a_batch_that_grows_gives_the_tokens_of_one_device(draft, windowed, monk
 
     def watched(state, capacity, config):
         seen.append((state.cache.layouts[0].size, capacity))
-        return growth.grow_capacity(state, capacity, config)
+        return rows.grow_capacity(state, capacity, config)
 
     monkeypatch.setattr(runner, "grow_capacity", watched)
-    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(generation, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     sharded = helix.shard(windowed, helix.HelixConfig(kvp=2, tpa=2, block=2))
     found = jspec.generate(sharded, TEXTS, LONG, **run)

@@ -11,7 +11,7 @@ import pytest
 from jspec.cache import Cache, StripedLayout
 from jspec.cache.layout import LinearLayout
 from jspec.config import SamplingParams
-from jspec.decode import growth, prefill
+from jspec.decode import generation, prefill, rows
 from jspec.decode.draft import NoDraft, SelfDraft
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
@@ -223,13 +223,13 @@ def test_nothing_is_left_for_the_next_chunk(model):
 
 
 def test_it_decodes_as_hata_does_in_a_cache_that_grows(model, hata, monkeypatch):
-    seen, longer = [], growth.longer
+    seen, longer = [], rows.longer
 
     def watched(x, size, **settings):
         seen.append(in_host(x))
         return longer(x, size, **settings)
 
-    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(generation, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     monkeypatch.setattr("jspec.cache.cache.longer", watched)
     got = decoded(model, HataOff(**SOME, dense_layers=1))

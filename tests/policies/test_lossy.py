@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode import growth, prefill
+from jspec.decode import generation, prefill
 from jspec.decode.draft import NgramDraft, NoDraft, SelfDraft
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
@@ -135,7 +135,7 @@ def test_a_batch_that_grows_keeps_its_pages(tiny, monkeypatch):
     settings = {"draft": None, "target": Quest(budget=15, page=5, sinks=1, recent=2)}
     settings |= {"params": SamplingParams(max_new_tokens=40), "steps_per_chunk": 2}
     whole = generate(tiny, prompts((3, 4)), **settings)
-    monkeypatch.setattr(growth, "START", 12)
+    monkeypatch.setattr(generation, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     assert generate(tiny, prompts((3, 4)), **settings).tokens == whole.tokens
 

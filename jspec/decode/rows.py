@@ -1,4 +1,4 @@
-"""Inserting prefilled rows into slots of a decode state."""
+"""Rows of a decode state: making them, inserting them into slots, and growing their capacity."""
 
 from __future__ import annotations
 
@@ -13,10 +13,75 @@ import numpy as np
 from jax import lax
 
 from jspec.cache import Cache
+from jspec.cache.cache import longer
+from jspec.config import SamplingMode, SamplingParams, shown, whole_number
+from jspec.decode.checks import Prompt, mode_of, sampling_of
+from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
 from jspec.host import in_host, to_device, to_host
 from jspec.sharding import with_auto_axes
 from jspec.typing import Array
+
+
+def state_of(
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    params: Sequence[SamplingParams],
+    ends: Sequence[int],
+    room: int,
+    cache: Cache,
+    drafter_state: Any,
+    mode: SamplingMode | None = None,
+    *,
+    exact: bool,
+) -> DecodeState:
+    """The state of prompts whose keys and values are in ``cache``.
+
+    Its arrays are of numpy, but for those that are passed: a program takes all of them at once,
+    while copying each to the device by itself would take as long as copying all.
+
+    Args:
+        tokens: int32 ``[B, S]``, -1 after each prompt.
+        lengths: int32 ``[B]``: tokens of each prompt.
+        params: Settings of each request, with seeds.
+        ends: The model's stop tokens.
+        room: Stop tokens that a row has room for.
+        cache: The target's cache with all prompt tokens but the last.
+        drafter_state: The drafter's state, None where it has none.
+        mode: The state's sampling mode; None for what ``params`` need.
+        exact: Whether the prompts were prefilled with ``exact=True``.
+    """
+    no_limit = np.iinfo(np.int32).max
+    limits = [no_limit if p.draft_limit is None else p.draft_limit for p in params]
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "limits": lengths + np.array([p.max_new_tokens for p in params], np.int32),
+        "done": np.zeros(len(params), bool),
+        "stop_tokens": padded([stops_of(p, ends) for p in params], room)[0],
+        "draft_limits": np.array(limits, np.int32),
+    }
+    return DecodeState(
+        cache=cache,
+        sampling=sampling_of(params),
+        draft=drafter_state,
+        mode=mode_of(params) if mode is None else mode,
+        exact=exact,
+        **arrays,
+    )
+
+
+def room_of(params: Sequence[SamplingParams], ends: Sequence[int]) -> int:
+    """Room for the stop tokens of each of ``params`` and for ``ends``, the model's own.
+
+    Always for both, so that `ignore_eos` changes no shape.
+    """
+    return power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
+
+
+def stops_of(params: SamplingParams, ends: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end a request of a model whose stop tokens are ``ends``."""
+    stop_tokens = params.stop_tokens if params.ignore_eos else (*params.stop_tokens, *ends)
+    return tuple(dict.fromkeys(stop_tokens))
 
 
 @jax.tree_util.register_dataclass
@@ -136,6 +201,54 @@ def insert_rows(
     return dataclasses.replace(small, cache=cache, draft=draft)
 
 
+def packed_rows(
+    state: DecodeState,
+    slots: Sequence[int],
+    prompts: Sequence[np.ndarray],
+    params: Sequence[SamplingParams],
+    ends: Sequence[int],
+    cache: Cache,
+    drafter_state: Any,
+) -> PackedRows:
+    """Requests for ``slots`` of ``state``, packed; their keys and values are in ``cache``.
+
+    The other arguments are those of `state_of`.
+    """
+    tokens, lengths = padded(prompts, state.tokens.shape[1])
+    cache = dataclasses.replace(cache, lengths=lengths - 1)
+    row = (tokens, lengths, params, ends, state.stop_tokens.shape[1], cache, drafter_state)
+    return PackedRows.of(state_of(*row, mode=state.mode, exact=state.exact), slots)
+
+
+def grow_capacity(state: DecodeState, capacity: int, config: StepConfig) -> DecodeState:
+    """The same batch with room for ``capacity`` positions per row.
+
+    The cache's columns are copied one after the other, and the old memory of each is freed, so that
+    at most one of them is in memory twice. Programs are compiled for each capacity: double it
+    rather than add to it. On a mesh each device makes room for its own share, in whole blocks, and
+    nothing is sent.
+
+    Args:
+        state: The batch. It is donated: use the returned one.
+        capacity: Positions per row, at least the present ones.
+        config: The config of the steps, whose drafter makes room too.
+
+    Returns:
+        The batch with more room.
+
+    Raises:
+        ValueError: For a capacity below the present one.
+    """
+    present = state.tokens.shape[1]
+    if (whole_number(capacity) or 0) < present:
+        raise ValueError(
+            f"capacity={shown(capacity)} must be at least the present one, {present} positions"
+        )
+    draft = config.draft.grow(state.draft, capacity)
+    tokens = longer(state.tokens, capacity, fill=-1)
+    return dataclasses.replace(state, cache=state.cache.grown(capacity), tokens=tokens, draft=draft)
+
+
 def _large(state: DecodeState) -> tuple[Any, Any, Any]:
     return state.cache.columns, state.cache.pages, state.draft
 
@@ -156,3 +269,16 @@ def _as(ints: Array, like: Array) -> Array:
     """The inverse of `_ints`: an array like the rows of ``like``."""
     rows = ints.reshape(len(ints), *like.shape[1:])
     return rows != 0 if like.dtype == bool else lax.bitcast_convert_type(rows, like.dtype)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two of at least ``number``, so that close numbers share a program."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def padded(rows: Sequence[Prompt], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids as int32 ``[B, width]`` padded with -1, and their lengths ``[B]``."""
+    out = np.full((len(rows), width), -1, np.int32)
+    for line, row in zip(out, rows, strict=True):
+        line[: len(row)] = np.asarray(row, np.int32)
+    return out, np.array([len(row) for row in rows], np.int32)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode.insert_rows import PackedRows, insert_rows
-from jspec.decode.prefill import padded, start_decoding, state_of
+from jspec.decode.prefill import start_decoding
+from jspec.decode.rows import PackedRows, insert_rows, padded, state_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
 from tests.decode.common import prompts
