@@ -19,7 +19,7 @@ from jspec.decode.prefill import (
     start_decoding,
 )
 from jspec.decode.programs import Timed
-from jspec.decode.rows import insert_row, packed_rows
+from jspec.decode.rows import insert_row, packed_rows, padded
 from jspec.decode.state import DecodeState
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Array

@@ -11,15 +11,14 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jspec.decode.acceptance import RowAcceptance
-from jspec.decode.auto import GammaChoice
+from jspec.decode.auto import GammaChoice, RowAcceptance
+from jspec.decode.on_mesh import agreed, is_shared
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.programs import PROGRAMS, OnCompile
 from jspec.decode.request import Request
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.step import decode_chunk, sync_drafter
-from jspec.decode.together import agreed, is_shared
 from jspec.processes import steps_are_limited
 from jspec.typing import Array
 

@@ -13,6 +13,7 @@ import numpy as np
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, as_ids, check_request
 from jspec.decode.chunked_prefill import ChunkedPrefill
+from jspec.decode.on_mesh import agreed_params
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import default_chunk, rounded_capacity
 from jspec.decode.programs import OnCompile
@@ -22,7 +23,6 @@ from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.scheduler import Scheduler
 from jspec.decode.short_prompts import ShortPrompts
 from jspec.decode.stats import Stats
-from jspec.decode.together import rows_of
 from jspec.sharding import put
 from jspec.typing import Model
 
@@ -130,7 +130,7 @@ class Engine:
         """
         self._check_open()
         (ids,) = as_ids([prompt])
-        (params,) = rows_of(self._options.models, [ids], params, self.capacity)
+        (params,) = agreed_params(self._options.models, [ids], params, self.capacity)
         check_request(self._options.models, ids, params)
         needed = len(ids) + params.max_new_tokens
         if needed > self.capacity:

@@ -13,6 +13,7 @@ import numpy as np
 from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt, as_ids, check_requests
 from jspec.decode.convert_state import convert_state
+from jspec.decode.on_mesh import agreed_params
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import OnCompile
@@ -22,7 +23,6 @@ from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.stats import Stats
-from jspec.decode.together import rows_of
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Model
 
@@ -109,7 +109,7 @@ def generate(
     resolved = ResolvedOptions.of(model, options)
     models, config = resolved.models, resolved.config
     settings = (config, options.get("gamma"), resolved.steps, prefill_chunk)
-    rows, ends = rows_of(models, ids, params, settings), models.target.config.stop_tokens
+    rows, ends = agreed_params(models, ids, params, settings), models.target.config.stop_tokens
     requests = [
         Request(
             *(prompt, row, stops_of(row, ends)),

@@ -1,22 +1,27 @@
-"""Decoding with a model on a mesh of its own."""
+"""Decoding with a model on a mesh of its own, whose devices several processes may share."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from jspec.cache import Layout
 from jspec.cache.layout import layouts_of
+from jspec.config import SamplingParams
+from jspec.decode.checks import one_each
+from jspec.decode.state import Models
+from jspec.processes import check_same, digest, from_first, in_time, versions
 from jspec.sharding import with_auto_axes
 from jspec.typing import Model
 
 if TYPE_CHECKING:
     from jspec.decode.settings import StepConfig
-    from jspec.decode.state import Models
 
 
 class MeshModel(Model, Protocol):
@@ -145,3 +150,42 @@ def on_mesh_of(
         return with_auto_axes(function, *arguments, like=like)
     sharded.check(config)
     return sharded.over_mesh(function, *arguments, like=like)
+
+
+def is_shared(model: Model) -> bool:
+    """Whether ``model`` is on devices of several processes."""
+    on_mesh = mesh_model(model)
+    return on_mesh is not None and on_mesh.processes > 1
+
+
+def agreed(value: Any) -> Any:
+    """The ``value`` of process 0, on all processes that share a model."""
+    with in_time():
+        return from_first(value)
+
+
+def agreed_params(
+    models: Models,
+    prompts: Sequence[np.ndarray],
+    params: SamplingParams | Sequence[SamplingParams],
+    settings: Any,
+) -> tuple[SamplingParams, ...]:
+    """`one_each`, with the same seeds on all processes that share the model.
+
+    ``settings``: what else they decode with. Raises `ValueError` on all of them where they made
+    different calls.
+    """
+    rows = one_each(params, len(prompts))
+    if not is_shared(models.target):
+        return rows
+    check_same(
+        {
+            **versions(),
+            "models": digest([model and model.config for model in (models.target, models.draft)]),
+            "prompts": digest([prompt.tolist() for prompt in prompts]),
+            "sampling params": digest(params),
+            "settings": digest(settings),
+        }
+    )
+    seeds = from_first([row.seed for row in rows])
+    return tuple(dataclasses.replace(row, seed=s) for row, s in zip(rows, seeds, strict=True))

@@ -21,11 +21,10 @@ from jspec.decode.checks import (
     strongest,
 )
 from jspec.decode.exact import check_exact, check_started
-from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
+from jspec.decode.on_mesh import agreed_params, layouts_for, mesh_model, on_mesh_of
 from jspec.decode.rows import insert_row, padded, power_of_two, room_of, state_of
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
-from jspec.decode.together import rows_of
 from jspec.policies.dense import DenseAttend
 from jspec.policies.policy import create_cache, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place
@@ -119,7 +118,7 @@ def _checked(
     if config.exact:
         check_exact(models.target, config.cache_policy)
     ids = as_ids(prompts)
-    params = rows_of(models, ids, params, (config, settings))
+    params = agreed_params(models, ids, params, (config, settings))
     check_requests(models, ids, params)
     return models, ids, params
 

@@ -13,6 +13,7 @@ import numpy as np
 from jspec.config import SamplingMode
 from jspec.decode.checks import MODES, strongest
 from jspec.decode.chunks import Chunk, Chunks, counts_of
+from jspec.decode.on_mesh import agreed
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.programs import OnCompile
@@ -20,7 +21,6 @@ from jspec.decode.request import Request
 from jspec.decode.rows import grow_capacity
 from jspec.decode.state import DecodeState, StepRecord
 from jspec.decode.stats import Stats, Tally, clip_records
-from jspec.decode.together import agreed
 from jspec.sharding import put
 
 

@@ -12,12 +12,11 @@ from jspec.config import SamplingParams
 from jspec.decode.checks import as_ids, check_requests
 from jspec.decode.draft import NoDraft
 from jspec.decode.exact import check_exact
-from jspec.decode.on_mesh import jit_steps, layouts_for, mesh_model, on_mesh_of
+from jspec.decode.on_mesh import agreed_params, jit_steps, layouts_for, mesh_model, on_mesh_of
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.rows import padded
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models, vocabulary_axes
-from jspec.decode.together import rows_of
 from jspec.dispatch import Backends
 from jspec.ops.vocabulary import Axes, Vocabulary
 from jspec.policies.dense import DenseAttend
@@ -54,7 +53,7 @@ def score_tokens(
     models, ids = Models(model), as_ids(texts)
     if not ids:
         return []
-    one = rows_of(models, ids, SamplingParams(max_new_tokens=1), Backends(backends))
+    one = agreed_params(models, ids, SamplingParams(max_new_tokens=1), Backends(backends))
     check_requests(models, [text[-1:] for text in ids], one)
     # A text of n tokens needs the context of a prompt of n - 1 and one new token.
     check_requests(models, [text[:-1] if len(text) > 1 else text for text in ids], one)

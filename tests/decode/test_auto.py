@@ -9,8 +9,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode import chunks
-from jspec.decode.acceptance import HORIZON, RowAcceptance, mean
-from jspec.decode.auto import LADDER, PROBING, GammaChoice, Gammas
+from jspec.decode.auto import HORIZON, LADDER, PROBING, GammaChoice, Gammas, RowAcceptance, mean
 from jspec.decode.draft import (
     Chain,
     ModelDraft,

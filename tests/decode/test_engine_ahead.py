@@ -13,7 +13,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode import chunks, runner
-from jspec.decode.acceptance import RowAcceptance
+from jspec.decode.auto import RowAcceptance
 from jspec.decode.chunks import HOST_SECONDS, Chunk, Chunks
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate

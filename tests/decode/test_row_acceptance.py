@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jspec.decode.acceptance import HORIZON, MEMORY, PRIOR_STEPS, RowAcceptance
-from jspec.decode.auto import LADDER, GammaChoice
+from jspec.decode.auto import HORIZON, LADDER, MEMORY, PRIOR_STEPS, GammaChoice, RowAcceptance
 
 STEPS = 16
 
