@@ -292,7 +292,7 @@ def test_the_error_of_one_device_is_against_float32():
         (STEP, "overlap=2", "overlap=2 cuts the exchange"),
         (STEP, "draft=hope", "draft=hope must be one of plain, verify, vegas"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_cases_that_cannot_be_are_refused(benchmark, text, message):
     with pytest.raises(ValueError, match=message):

@@ -88,7 +88,7 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     backends = {"xla": Backend("xla", reference, always)}
     backends |= {name: Backend(name, changed(index), always) for index, name in enumerate(wrong)}
     backends["refuses"] = Backend("refuses", reference, lambda *arguments, **static: "needs sm_90")
-    operation = dataclasses.replace(bench.operation, backends=backends)
+    operation = dataclasses.replace(bench.operation, backends=backends, default_order=("xla",))
     bench = dataclasses.replace(bench, operation=operation)
     settings = Settings(quick=True, only=tuple(backends))
     rows = {row["name"]: row for row in bench.measure(bench.case(CASES[name]), settings)}

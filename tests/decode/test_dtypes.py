@@ -46,8 +46,8 @@ def traced(source: str, first, second, params: SamplingParams, **settings):
     models = Models(first, second if source == "model" else None)
     config = StepConfig(0 if source == "plain" else 3, DRAFTERS[source])
 
-    def trace(function, models, cache, own, *args, config):
-        jax.eval_shape(lambda *args: function(*args, config=config), models, cache, own, *args)
+    def trace(function, models, cache, own, *args, **static):
+        jax.eval_shape(lambda *args: function(*args, **static), models, cache, own, *args)
         return cache, own
 
     texts = prompts((9, 1, 4), vocabulary=13)

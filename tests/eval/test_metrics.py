@@ -2,7 +2,7 @@
 
 import pytest
 
-from jspec import cli
+from jspec.cli import arguments
 from jspec.eval.metrics import METRICS
 
 
@@ -33,4 +33,4 @@ def test_a_metric_is_what_its_benchmark_says(metric, output, answers, wanted):
 
 
 def test_the_command_names_all_of_them():
-    assert tuple(METRICS) == cli.METRICS
+    assert tuple(METRICS) == arguments.METRICS

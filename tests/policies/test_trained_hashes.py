@@ -1,6 +1,7 @@
 """HATA with trained matrices: from a folder that is named, or from the model's own directory."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,10 @@ from jspec.policies.hata import with_hashes
 SPECS = [LayerSpec(2, 8, 8), LayerSpec(2, 8, 8, window=4)]
 
 
+def model_of(specs):
+    return SimpleNamespace(config=SimpleNamespace(layers=specs))
+
+
 @pytest.fixture
 def model(tmp_path):
     """A directory of a model that has hashes."""
@@ -24,7 +29,7 @@ def model(tmp_path):
 
 
 def test_named_hashes_are_the_arrays_of_the_policy(model):
-    first, second = Hata(bits=32, hashes=str(model / "hashes")).prepare(SPECS, None)
+    first, second = Hata(bits=32, hashes=str(model / "hashes")).prepare(model_of(SPECS), None)
     assert np.array_equal(first, np.random.default_rng(0).integers(-3, 4, (2, 8, 32)))
     assert second is None
 
@@ -38,7 +43,7 @@ def test_named_hashes_are_the_arrays_of_the_policy(model):
 )
 def test_hashes_that_do_not_fit_are_refused(model, bits, specs, message):
     with pytest.raises(ValueError, match=message):
-        Hata(bits=bits, hashes=str(model / "hashes")).prepare(specs, None)
+        Hata(bits=bits, hashes=str(model / "hashes")).prepare(model_of(specs), None)
 
 
 def test_a_models_own_hashes_are_found_where_none_are_named(model):
@@ -52,6 +57,6 @@ def test_a_models_own_hashes_are_found_where_none_are_named(model):
 
 def test_the_bundled_model_drafts_by_its_own_hashes():
     llm = jspec.LLM(draft=jspec.SelfDraft(Hata(budget=64)))
-    result = llm._settings["policy_params"]
+    result = llm._options["policy_params"]
     for w, expected in zip(result, jspec.load_hashes(bundled_path() / "hashes"), strict=True):
         assert np.array_equal(w, expected)
