@@ -142,7 +142,8 @@ class Sharded:
         reads = config.target if config.is_lossy else draft.collect_policy or draft.cache_policy
         if not reads.runs_on_mesh:
             raise ValueError(
-                f"{reads} does not run on the mesh of {self.helix}; take Dense, Streaming at the "
+                f"{reads} does not run on the mesh of {self.helix}, as its runs_on_mesh is False: "
+                "it cannot select from a device's share of the cache; take Dense, Streaming at the "
                 "original positions, ExactTopK, Loki, Hata, or Vegas"
             )
         if not isinstance(reads, Dense) and self.helix.strategy != "helix":

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jspec.dispatch import Operation
+from jspec.dispatch import Operation
 
 _HOMES = (
     "jspec.ops.attention.dense:ATTENTION",
