@@ -15,7 +15,7 @@ from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
-from jspec.policies import Dense, ExactTopK, Loki, Quest, Streaming
+from jspec.policies import Dense, ExactTopK, Loki, Policy, Quest, Selection, Streaming
 from jspec.policies.attend import run_selected
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
@@ -178,6 +178,32 @@ def test_a_selection_serves_several_layers():
     each, *_ = run(model, tokens, positions, state.cache, context_len, 1, policy=always)
     assert seen[3:] == [1, 3, 4, 5, 6]
     assert not np.array_equal(hidden, each)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenPositions(Policy):
+    """Every second position, whatever the layer and the query."""
+
+    num_layers: int = 1
+
+    def select(self, policy_params, layer, cache, q, context_len, budget_share=1.0):
+        positions = jnp.arange(0, cache.layouts[layer].capacity, 2, dtype=jnp.int32)[None]
+        selected = jnp.where(positions < context_len[:, None], positions, -1)
+        return Selection(selected, num_layers=self.num_layers)
+
+
+def test_a_shared_selection_is_read_as_one_of_the_layer_itself():
+    model = make_decoder(dataclasses.replace(TINY, layers=TINY.layers[:1] * 2), seed=3)
+    config = StepConfig(0, NoDraft(), target=EvenPositions())
+    state = start_decoding(model, prompts((30, 7)), SamplingParams(max_new_tokens=8), config)
+    tokens, context_len = state.last_token[:, None], state.cache.lengths
+    positions = context_len[:, None]
+
+    def hidden(policy):
+        run = jax.jit(run_selected, static_argnums=5, static_argnames="policy")
+        return run(model, tokens, positions, state.cache, context_len, 1, policy=policy)[0]
+
+    np.testing.assert_array_equal(hidden(EvenPositions(2)), hidden(EvenPositions(1)))
 
 
 @pytest.mark.parametrize(
