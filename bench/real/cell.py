@@ -120,7 +120,7 @@ class Cell:
             def run() -> None:
                 with contextlib.suppress(Exception):
                     arguments = FlatModels.of(models), shapes
-                    PROGRAMS.executable(PROGRAMS.timed(), decode_chunk, arguments, static)
+                    PROGRAMS.timed().executable(decode_chunk, arguments, static)
 
             return Task(f"{drafting.name}, {sampling}", run)
 
@@ -244,12 +244,12 @@ class Cell:
         """Nanoseconds of a step while all rows of the first batch decode, and of its kernels."""
         config, models = drafting.config, self._models(drafting)
         flat, steps = FlatModels.of(models), usual_steps(config.draft, config.gamma)
-        state = self._started(models, config, sampling)
+        static = {"config": config, "steps": steps}
+        state, run = self._started(models, config, sampling), PROGRAMS.timed()
 
         def chunk() -> jax.Array:
             nonlocal state
-            static = {"config": config, "steps": steps}
-            state, _ = PROGRAMS(decode_chunk, flat, state, **static)
+            state, _ = run(decode_chunk, flat, state, **static)
             return jax.block_until_ready(state.cache.lengths)
 
         for _ in range(WARMUPS):
@@ -267,9 +267,7 @@ class Cell:
         of_parts = floors.of_iteration(models, self.batch, self.mean_context, config, self._limits)
         result["floors_ns"] = of_parts
         if point.DEVICE.reason is None and sampling == "greedy":
-            program = PROGRAMS.executable(
-                PROGRAMS.timed(), decode_chunk, (flat, state), {"config": config, "steps": steps}
-            )
+            program = run.executable(decode_chunk, (flat, state), static)
             result |= self._profile(chunk, program, steps, statistics.median(samples))
         return result
 

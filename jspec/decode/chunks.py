@@ -70,7 +70,7 @@ class Chunks:
         seconds: What `clock` measured by name, without compiling.
         last_s: Seconds of the last finished chunk.
         paces: int32 ``[B]``: tokens that each row commits in a chunk, by the last one.
-        together: As in `RowAcceptance`. If not, its programs stay compiled as long as it lives.
+        together: As in `RowAcceptance`.
         is_shared: Whether several processes share the model.
     """
 
@@ -82,7 +82,7 @@ class Chunks:
         together: bool = False,
     ) -> None:
         self.options, self.together = options, together
-        self.programs = PROGRAMS.timed(on_compile, holds=not together)
+        self.programs = PROGRAMS.timed(on_compile)
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
         self.paces = np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""Bit-exact decoding: the backends of the target's passes, and what they cannot serve.
+"""Bit-exact decoding: what its backends, those of `settings.EXACT_BACKENDS`, cannot serve.
 
 docs/batch_invariance.md says why a token's bits then follow from its own row alone.
 """
@@ -11,21 +11,12 @@ import jax
 
 from jspec.config import ModelConfig, shown
 from jspec.decode.on_mesh import mesh_model
-from jspec.dispatch import BackendError, Backends
+from jspec.dispatch import BackendError
 from jspec.models.decoder import Decoder
 from jspec.policies import Policy
 from jspec.triton.attention import DTYPES, MAX_CHANNELS
 from jspec.triton.call import refuses_triton
 from jspec.typing import Model
-
-BACKENDS = Backends(
-    linear="exact",
-    linear_chain="one_by_one",
-    attention="exact",
-    scored_attention="exact",
-    rotate_and_append="triton",
-    rotate_append_encode="exact",
-)
 
 
 def check_exact(model: Model, cache_policy: Policy) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -15,13 +15,11 @@ from jspec.cache import Layout
 from jspec.cache.layout import layouts_of
 from jspec.config import SamplingParams
 from jspec.decode.checks import one_each
+from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.processes import check_same, digest, from_first, in_time, versions
 from jspec.sharding import with_auto_axes
 from jspec.typing import Model
-
-if TYPE_CHECKING:
-    from jspec.decode.settings import StepConfig
 
 
 class MeshModel(Model, Protocol):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -23,33 +23,23 @@ OnCompile = Callable[[bool], None]
 
 
 class Programs:
-    """Runs jitted functions through executables that it compiles once and caches.
+    """Executables of jitted functions, which threads share: each one is compiled once.
 
-    At most ``limit`` are cached, those that ran last, next to those that live callers hold. Threads
-    share them: a program that one thread compiles is waited for by the others that need it.
+    The last ``limit`` that were asked for are cached; a `Timed` caches those that it ran as well.
     """
 
     def __init__(self, limit: int = MAX_PROGRAMS) -> None:
         self._limit = limit
-        self._compiled: OrderedDict[_Key, _Program] = OrderedDict()
-        self._holders: weakref.WeakSet[Timed] = weakref.WeakSet()
+        self._compiled: OrderedDict[_Key, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
         """``function(*args, **static)``; its keyword arguments are static and hashable."""
         return self.timed()(function, *args, **static)
 
-    def timed(self, on_compile: OnCompile | None = None, *, holds: bool = False) -> Timed:
-        """The same programs for a caller that counts what its own calls cost.
-
-        ``holds``: whether the programs that it runs are cached as long as it lives.
-        """
-        timed = Timed(self, on_compile)
-        if holds:
-            timed.pinned = set()
-            with self._lock:
-                self._holders.add(timed)
-        return timed
+    def timed(self, on_compile: OnCompile | None = None) -> Timed:
+        """The same programs for a caller that counts what its own calls cost."""
+        return Timed(self, on_compile)
 
     def clear(self) -> None:
         """Drop all cached programs."""
@@ -57,84 +47,81 @@ class Programs:
             self._compiled.clear()
 
     def executable(
-        self, cost: Timed, function: Any, args: tuple[Any, ...], static: dict[str, Any]
+        self, key: _Key, compile_: Callable[[], Any], clock: Callable[[], AbstractContextManager]
     ) -> Any:
-        """The executable for these arguments. The cost of getting it is added to ``cost``.
+        """The executable of ``key``, made by ``compile_`` unless another thread makes it.
 
-        ``args`` may hold `jax.ShapeDtypeStruct` with a sharding in place of arrays, so that a
-        program can be compiled before there is memory for them.
+        Making it, or waiting for the other thread, runs inside ``clock()``.
         """
-        key = _Key(function, args, static)
         while True:
-            program, is_new = self._claim(key)
-            if is_new:
-                self._compile(program, cost, function, args, static)
-            elif not program.done():
-                with cost.clock():
-                    program.exception()  # waits for the thread that compiles it
-            if program.exception() is None:
-                if cost.pinned is not None:
-                    with self._lock:
-                        cost.pinned.add(program)
-                return program.result()
-
-    def _claim(self, key: _Key) -> tuple[_Program, bool]:
-        """The program of ``key``, and whether the caller has to compile it."""
-        with self._lock:
-            program = self._compiled.get(key)
-            if program is not None:
-                self._compiled.move_to_end(program.key)
-                return program, False
-            program = self._compiled[key] = _Program(key)
-            pinned = set[_Program]().union(*(holder.pinned or () for holder in self._holders))
-            loose = [other for other, entry in self._compiled.items() if entry not in pinned]
-            dropped = loose[: max(len(loose) - self._limit, 0)]
-            for other in dropped:
-                del self._compiled[other]
-        for other in dropped:
-            # JAX holds what it compiled as long as it holds the trace of the function.
-            other.function.clear_cache()
-        return program, True
-
-    def _compile(self, program: _Program, cost: Timed, function, args, static) -> None:
-        try:
-            with cost.clock():
-                executable = function.lower(*args, **static).compile()
-        except BaseException as error:
-            # Others that wait for it try for themselves.
             with self._lock:
-                if self._compiled.get(program.key) is program:
-                    del self._compiled[program.key]
-            program.set_exception(error)
-            raise
-        cost.compilations += 1
-        program.set_result(executable)
+                if is_new := key not in self._compiled:
+                    self._compiled[key] = Future()
+                program = self._compiled[key]
+                self._compiled.move_to_end(key)
+                excess = len(self._compiled) - self._limit
+                dropped = [self._compiled.popitem(last=False)[0] for _ in range(excess)]
+            for other in dropped:
+                # JAX holds what it compiled as long as it holds the trace of the function.
+                other.function.clear_cache()
+            if is_new:
+                try:
+                    with clock():
+                        program.set_result(compile_())
+                except BaseException as error:
+                    # Others that wait for it try for themselves.
+                    with self._lock:
+                        if self._compiled.get(key) is program:
+                            del self._compiled[key]
+                    program.set_exception(error)
+                    raise
+            elif not program.done():
+                with clock():
+                    program.exception()  # waits
+            if program.exception() is None:
+                return program.result()
 
 
 class Timed:
-    """Runs programs of `Programs` and counts what its own calls cost.
+    """Runs `Programs`, and counts what its own calls cost. Each that it ran lives as long as it.
 
     ``on_compile(True)`` is called before it compiles, ``on_compile(False)`` after it.
 
     Attributes:
         compile_s: Seconds in which it compiled, or waited for another thread that did.
         compilations: Programs that it compiled itself.
-        pinned: Programs that are cached as long as it lives, None where it holds none.
     """
 
     def __init__(self, programs: Programs, on_compile: OnCompile | None = None) -> None:
         self._programs = programs
         self._on_compile = on_compile or (lambda begins: None)
+        self._executables: dict[_Key, Any] = {}
         self.compile_s = 0.0
         self.compilations = 0
-        self.pinned: set[_Program] | None = None
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
-        executable = self._programs.executable(self, function, args, static)
+        executable = self.executable(function, args, static)
         if not steps_are_limited():
             return executable(*args)
         with in_time():  # a call returns before its program has ended
             return jax.block_until_ready(executable(*args))
+
+    def executable(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        """The executable for these arguments.
+
+        ``args`` may hold `jax.ShapeDtypeStruct` with a sharding in place of arrays, so that a
+        program can be compiled before there is memory for them.
+        """
+
+        def compile_() -> Any:
+            executable = function.lower(*args, **static).compile()
+            self.compilations += 1
+            return executable
+
+        key = _Key(function, args, static)
+        if key not in self._executables:
+            self._executables[key] = self._programs.executable(key, compile_, self.clock)
+        return self._executables[key]
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:
@@ -153,7 +140,7 @@ class Timed:
 class _Hashed:
     """Parts of a key. Their hash is computed once, as that takes longer than all else."""
 
-    __slots__ = ("__weakref__", "_hash", "parts")
+    __slots__ = ("_hash", "parts")
 
     def __init__(self, *parts: Any) -> None:
         self.parts, self._hash = parts, hash(parts)
@@ -178,34 +165,18 @@ class _Key(_Hashed):
         self.function = function
 
 
-class _Program(Future[Any]):
-    """An executable, once it is compiled.
-
-    ``key``: the one that it is cached by, which compares to itself at once, and to another one
-    array by array.
-    """
-
-    def __init__(self, key: _Key) -> None:
-        super().__init__()
-        self.key = key
-
-
 def _signature(arg: Any) -> _Hashed:
     """What a program depends on in an argument: its structure, and the types of its arrays.
 
-    That of models is computed once, and equal ones are the same object, which compares at once.
+    That of `FlatModels` is computed once.
     """
-    if not isinstance(arg, FlatModels):
-        return _signature_of(arg)
-    if arg.signature is None:
-        signature = _signature_of(arg)
-        arg.signature = _SIGNATURES.setdefault(signature, signature)
-    return arg.signature
-
-
-def _signature_of(arg: Any) -> _Hashed:
+    if isinstance(arg, FlatModels) and arg.signature is not None:
+        return arg.signature
     leaves, structure = jax.tree.flatten(arg)
-    return _Hashed(structure, tuple(map(_type_of, leaves)))
+    signature = _Hashed(structure, tuple(map(_type_of, leaves)))
+    if isinstance(arg, FlatModels):
+        arg.signature = signature
+    return signature
 
 
 def _type_of(leaf: Any) -> tuple:
@@ -214,5 +185,4 @@ def _type_of(leaf: Any) -> tuple:
     return np.shape(leaf), np.result_type(leaf)
 
 
-_SIGNATURES = weakref.WeakValueDictionary[_Hashed, _Hashed]()
 PROGRAMS = Programs()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jspec.config import SamplingParams, shown, whole_number
 
-if TYPE_CHECKING:
-    from jspec.decode.engine import Engine
-
 OnTokens = Callable[[tuple[int, ...]], bool | int | None]
+
+
+class Driver(Protocol):
+    """What a request is driven by while its caller reads it: a `jspec.Engine`."""
+
+    def step(self) -> Any:
+        """Decode a chunk of steps."""
+
+    def _remove(self, request: Request) -> None:
+        """Stop decoding a request."""
 
 
 class Request:
@@ -35,7 +42,7 @@ class Request:
         params: SamplingParams,
         stops: tuple[int, ...],
         on_tokens: OnTokens | None,
-        engine: Engine | None = None,  # None in `jspec.generate`, which drives itself
+        engine: Driver | None = None,  # None in `jspec.generate`, which drives itself
     ) -> None:
         self.params = params
         self.finished: str | None = None

@@ -154,7 +154,6 @@ class Runner:
         """Free the slots and the memory of the device."""
         self.slots = [None] * len(self.slots)
         self._running.clear()
-        self.chunks.programs.pinned = None
         del self.state
 
     # --- chunks -----------------------------------------------------------------------------------

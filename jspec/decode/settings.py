@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from jspec.config import shown, whole_number
-from jspec.decode import exact
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.state import Models
 from jspec.dispatch import Backends, use_backends
@@ -41,6 +40,15 @@ OPERATIONS = (
     *(VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
     *(LINEAR, LINEAR_CHAIN, ROUTE, GROUPED),
     *(HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, COLLISION_SCORES, SELECT, WEIGHTS),
+)
+# Backends of the target's own passes under ``exact=True``.
+EXACT_BACKENDS = Backends(
+    linear="exact",
+    linear_chain="one_by_one",
+    attention="exact",
+    scored_attention="exact",
+    rotate_and_append="triton",
+    rotate_append_encode="exact",
 )
 
 
@@ -109,7 +117,7 @@ class StepConfig:
                 f"target={shown(self.target)} selects what the model reads; exact=True needs "
                 "target=Dense()"
             )
-        named = set(self.backends) & set(exact.BACKENDS)
+        named = set(self.backends) & set(EXACT_BACKENDS)
         if named:
             raise ValueError(
                 f"exact=True chooses the backends of {', '.join(sorted(named))}; leave them out "
@@ -142,7 +150,7 @@ class StepConfig:
     @property
     def of_verification(self) -> Backends:
         """The backends of the target's own passes: prefill, verification and plain steps."""
-        return Backends({**self.backends, **(exact.BACKENDS if self.exact else {})})
+        return Backends({**self.backends, **(EXACT_BACKENDS if self.exact else {})})
 
     def of_target(self) -> AbstractContextManager[None]:
         """As `of_models`, for the target's own passes."""

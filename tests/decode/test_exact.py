@@ -15,7 +15,7 @@ from jspec.config import LayerSpec
 from jspec.decode import exact
 from jspec.decode.exact import check_exact
 from jspec.decode.prefill import start_decoding
-from jspec.decode.settings import StepConfig
+from jspec.decode.settings import EXACT_BACKENDS, StepConfig
 from jspec.dispatch import BackendError, Backends
 from jspec.parts import Experts
 from jspec.policies import Dense, HataOff, Quest
@@ -111,7 +111,7 @@ def test_settings_that_do_not_go_with_it_are_named():
     with pytest.raises(ValueError, match=chosen):
         StepConfig(backends=named, exact=True)
     config = StepConfig(backends=Backends(sample="xla"), exact=True)
-    assert config.of_verification == Backends({**exact.BACKENDS, "sample": "xla"})
+    assert config.of_verification == Backends({**EXACT_BACKENDS, "sample": "xla"})
     assert StepConfig(backends=named).of_verification == named
 
 
