@@ -29,8 +29,8 @@ def gathered(case, counts=None, change=lambda slots: slots):
     for b, t, n in itertools.product(*map(range, q.shape[:3])):
         head = n * k.shape[2] // q.shape[2]
         selected = np.asarray(data.selected)[b]
-        own = selected if selected.ndim == 1 else selected[head]
-        slots = change(np.concatenate([own, tail[b][: t + 1]]))
+        of_head = selected if selected.ndim == 1 else selected[head]
+        slots = change(np.concatenate([of_head, tail[b][: t + 1]]))
         weights = softmax(k[b, slots, head] @ q[b, t, n] / 4)
         out[b, t, n] = weights @ v[b, slots, head]
     return data, out
@@ -65,7 +65,7 @@ def long() -> tuple[caches.Inputs, caches.Check]:
 
 
 @pytest.mark.parametrize("more", [(-1, 0), (0, 1)], ids=["one-fewer", "one-more"])
-def test_one_key_too_many_or_too_few_in_a_single_row_is_found(more, long):
+def test_one_key_too_many_or_too_few_in_a_single_row_is_detected(more, long):
     data, check = long
     counts = data.positions + 1 + jnp.asarray(more, jnp.int32)[:, None]
     assert check.output(check.out)
@@ -105,11 +105,11 @@ def test_pages_of_one_token_name_the_selected_slots(case):
     if case["indices"] == "per-head":
         tail = jnp.broadcast_to(tail[:, None], (2, 2, 3))
     slots = jnp.concatenate([data.selected, tail], axis=-1)
-    for own, x in zip(result, (data.k, data.v), strict=True):
+    for values, x in zip(result, (data.k, data.v), strict=True):
         want = attention.take_slots(x, slots)
         if case["indices"] == "per-head":  # a row a head
-            want = jnp.swapaxes(want, 1, 2).reshape(own.shape)
-        np.testing.assert_array_equal(own, np.asarray(want))
+            want = jnp.swapaxes(want, 1, 2).reshape(values.shape)
+        np.testing.assert_array_equal(values, np.asarray(want))
     assert q.shape[0] == len(pages.table)
     np.testing.assert_array_equal(restore(np.asarray(q)), np.asarray(data.q))
 

@@ -151,14 +151,14 @@ def test_what_cannot_be_done_is_said_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     machine = {"machine": {"date": "today"}}
-    for name, found in {
+    for name, text in {
         "text": "no JSON",
         "list": "[]",
         "bare": json.dumps({"suite": "verify"}),
         "rows": json.dumps({"suite": "verify", "rows": [1], **machine}),
         "step": json.dumps({"suite": "serving", "rows": [{"source": "none"}], **machine}),
     }.items():
-        (tmp_path / name).write_text(found)
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr(command, "_run", lambda *arguments: pytest.fail("measured"))
     with pytest.raises(SystemExit) as error:
         main(arguments)

@@ -38,7 +38,7 @@ class Recorder(DeviceClock):
 
 @pytest.mark.parametrize("alone", [False, True], ids=["queued", "alone"])
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
-def test_device_time_is_the_sum_of_a_calls_own_kernels(monkeypatch, cold, alone):
+def test_device_time_is_the_sum_of_the_kernels_of_a_call(monkeypatch, cold, alone):
     clock = Recorder(monkeypatch)
     programs = [clock.program("one", 7), clock.program("two", 5, 6, alone=alone)]
     times = clock.time([*programs, clock.program("none")], 4, cold=cold)
@@ -93,7 +93,7 @@ def test_without_a_gpu_the_device_clock_says_why():
     assert "NVIDIA" in str(DeviceClock().reason)
 
 
-def test_a_loop_repeats_the_verification_and_feeds_it_its_own_accepted_counts():
+def test_a_loop_feeds_a_verification_the_counts_that_the_last_one_accepted():
     tokens = workload.make_tokens(5, 8, 0.6)
     recorded = []
 
@@ -177,8 +177,8 @@ def test_what_one_suite_compiled_serves_the_next():
 
 def test_the_ceiling_of_memory_is_no_read_that_a_gpus_l2_holds():
     def read(size, **clocks):
-        own = {"case": {"work": "read", "bytes": size, "l2": "warm"}, "checked": True}
-        return own | {"bytes": size} | clocks
+        row = {"case": {"work": "read", "bytes": size, "l2": "warm"}, "checked": True}
+        return row | {"bytes": size} | clocks
 
     small = read(ceilings.SMALL, device_ns=[1000])
     assert ceilings.bandwidth([small], "read") is None

@@ -29,9 +29,9 @@ def make(scores, k):
 def gpu(monkeypatch):
     """A function that says which GPU there is."""
 
-    def use(found):
+    def use(processes):
         for module in ("bench.rivals.cub", "jspec.gpu"):
-            monkeypatch.setattr(f"{module}.gpu_in_use", lambda: found)
+            monkeypatch.setattr(f"{module}.gpu_in_use", lambda: processes)
 
     use(HOPPER)
     return use

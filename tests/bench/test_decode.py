@@ -164,7 +164,7 @@ def test_mixtures_and_windows_are_checked_and_timed(config, tiny, monkeypatch):
     assert rows(PASS, "B=2,S=300,T=4")["plain"]["checked"] == "2 layers"
 
 
-def test_many_rows_are_held_against_the_matrix_ceiling():
+def test_many_rows_are_compared_with_the_matrix_ceiling():
     ceilings = shapes.Ceilings(read=10.0, matrix=100.0)
     assert ceilings.floor_ns(weights=50, cached=20, flops=400) == pytest.approx(7e9)
     assert ceilings.floor_ns(weights=50, cached=20, flops=900) == pytest.approx(11e9)
@@ -227,21 +227,21 @@ def test_padding_differs_at_all_positions():
 def test_random_weights_keep_their_size_from_layer_to_layer():
     """A kernel is drawn by its inputs, and a centred norm scales by 1; MXFP4 has fewer bytes."""
     config = dataclasses.replace(MIXTURE, experts=Experts(routed=8, chosen=2, size=64))
-    narrow, wide = (shapes.random_model(config, mxfp4=kind) for kind in (True, False))
+    quantized, unquantized = (shapes.random_model(config, mxfp4=kind) for kind in (True, False))
     for kernel, inputs, factor in (("gate_up", 32, 1), ("down", 64, shapes.EXPERT_SCALE)):
         kernels_of = [
             getattr(model.layers[0].mlp.experts, kernel).kernel.get_value()
-            for model in (narrow, wide)
+            for model in (quantized, unquantized)
         ]
         assert isinstance(kernels_of[0], MXFP4)
         for x in (dequantized(kernels_of[0], jnp.float32), kernels_of[1].astype(jnp.float32)):
             assert x.shape == kernels_of[1].shape
             assert float(x.std()) == pytest.approx(factor * inputs**-0.5, rel=0.05)
-    router = wide.layers[0].mlp.router.kernel[...].astype(jnp.float32)
+    router = unquantized.layers[0].mlp.router.kernel[...].astype(jnp.float32)
     assert float(router.std()) == pytest.approx(shapes.ROUTER_SCALE * 32**-0.5, rel=0.1)
     assert not shapes.random_model(WINDOWS).layers[0].mlp_norm.scale[...].any()
     one = 3 * 32 * 64 * len(SPECS)  # weights of an expert in all layers
-    read = [shapes.read_weight_bytes(model, 2) for model in (narrow, wide)]
+    read = [shapes.read_weight_bytes(model, 2) for model in (quantized, unquantized)]
     hit = 8 * (1 - 0.75**2)
     assert read[1] - read[0] == pytest.approx(hit * one * (2 - 4.25 / 8), abs=1)
 
@@ -288,8 +288,8 @@ def test_floors_are_bytes_of_what_each_part_reads():
     matrices = weights - 2 * (2 * 32 + 32)  # all but the norms
     columns = (64 + 32 + 32) + 32 + 2 * 64 + 32 + 128
     assert less == matrices / 2 - 4 * columns
-    narrow = floors_of("vegas:budget=0.125,least=0,quantized=mxfp4")
-    assert vegas["draft passes"] - narrow["draft passes"] == 4 * matrices * (1 - 4.25 / 16)
+    quantized = floors_of("vegas:budget=0.125,least=0,quantized=mxfp4")
+    assert vegas["draft passes"] - quantized["draft passes"] == 4 * matrices * (1 - 4.25 / 16)
     assert floors_of("ngram").keys() == plain.keys()
 
 
@@ -380,12 +380,12 @@ def test_rounding_explains_an_error_up_to_a_limit(monkeypatch):
     off = calls["reference"].target - target
     rounding = check._error(calls["reference"].target, target, overall=True)
     assert 1e-3 < rounding < 0.05  # of bfloat16
-    for most, times, right in TRIALS:
+    for factor, times, right in TRIALS:
 
         def other(*arguments, times=times):
             return dataclasses.replace(calls["reference"], target=target + times * off)
 
-        monkeypatch.setattr(check, "MAX_ROUNDING", most * rounding)
+        monkeypatch.setattr(check, "MAX_ROUNDING", factor * rounding)
         monkeypatch.setattr(check, "TOLERANCE", 0.1 * rounding)
         reason, _ = checks.wrong(state, programs | {"checked": other})
         assert (reason is None) == right

@@ -36,9 +36,9 @@ def attended(q, k, v, lengths, table, causal):
     out = np.zeros_like(q)
     for b, t, n in np.ndindex(q.shape[:3]):
         head = n * k.shape[2] // q.shape[2]
-        own = [x[b] if table is None else x[table[b]].reshape(-1, *x.shape[2:]) for x in (k, v)]
+        of_row = [x[b] if table is None else x[table[b]].reshape(-1, *x.shape[2:]) for x in (k, v)]
         observed = lengths[b] - (q.shape[1] - 1 - t if causal else 0)
-        keys, values = (x[:observed, head] for x in own)
+        keys, values = (x[:observed, head] for x in of_row)
         out[b, t, n] = softmax(keys @ q[b, t, n] * q.shape[-1] ** -0.5) @ values
     return out
 

@@ -10,8 +10,8 @@ from bench.report.runs import Run
 
 
 def timed(operation, case, name, microseconds, **rest):
-    own = {"operation": operation, "case": case, "name": name, "checked": True, "bytes": None}
-    return own | {"device_ns": [1000 * microseconds] * 3} | rest
+    row = {"operation": operation, "case": case, "name": name, "checked": True, "bytes": None}
+    return row | {"device_ns": [1000 * microseconds] * 3} | rest
 
 
 def reading(seconds):
@@ -39,9 +39,9 @@ def test_a_point_is_what_none_takes_beside_the_ceiling_and_the_fastest_rival():
 def test_tokens_by_an_imposed_acceptance_stand_beside_plain_decoding_of_the_same_shape():
     def row(name, batch, rate, **rest):
         case = {"model": "m", "layers": 2, "B": batch, "S": 8192, "gamma": 9}
-        own = {"operation": "draft", "case": case, "name": name, "checked": "2 layers"}
-        own |= {"step_ns": [1000] * 3, "floors_ns": {"verification": 500.0}}
-        return own | {"tokens_per_s": rate, "acceptance": "imposed"} | rest
+        row = {"operation": "draft", "case": case, "name": name, "checked": "2 layers"}
+        row |= {"step_ns": [1000] * 3, "floors_ns": {"verification": 500.0}}
+        return row | {"tokens_per_s": rate, "acceptance": "imposed"} | rest
 
     rows = [
         row("plain", 1, 10.0),
@@ -58,9 +58,9 @@ def test_tokens_by_an_imposed_acceptance_stand_beside_plain_decoding_of_the_same
 
 def test_two_devices_stand_beside_one_of_the_same_shape():
     def row(kvp, microseconds, **case):
-        own = {"B": 1, "S": 2**20, "heads": "8/1", "H": 64, "T": 1, "latent": 0, "tpa": 1}
-        own |= {"kvp": kvp, "strategy": "helix", "part": "layer"} | case
-        return {"operation": "attend", "case": own, "step_ns": [1000 * microseconds] * 3}
+        fields = {"B": 1, "S": 2**20, "heads": "8/1", "H": 64, "T": 1, "latent": 0, "tpa": 1}
+        fields |= {"kvp": kvp, "strategy": "helix", "part": "layer"} | case
+        return {"operation": "attend", "case": fields, "step_ns": [1000 * microseconds] * 3}
 
     rows = [row(1, 100), row(2, 60), row(2, 50, part="read"), row(2, 70, S=2048)]
     (line,) = glance.LINES["helix-attention"]({"rows": rows})
@@ -69,9 +69,9 @@ def test_two_devices_stand_beside_one_of_the_same_shape():
 
 def test_a_step_by_helix_stands_beside_tensor_parallelism():
     def row(kvp, tpa, milliseconds, **case):
-        own = {"shape": "m", "B": 1, "S": 2**20, "draft": "vegas", "gamma": 5}
-        own |= {"kvp": kvp, "tpa": tpa, "strategy": "helix", "overlap": 1} | case
-        return {"operation": "step", "case": own, "step_ns": [1_000_000 * milliseconds] * 3}
+        fields = {"shape": "m", "B": 1, "S": 2**20, "draft": "vegas", "gamma": 5}
+        fields |= {"kvp": kvp, "tpa": tpa, "strategy": "helix", "overlap": 1} | case
+        return {"operation": "step", "case": fields, "step_ns": [1_000_000 * milliseconds] * 3}
 
     rows = [row(2, 1, 59), row(1, 2, 47), row(2, 1, 70, strategy="medha"), row(2, 1, 9, S=1024)]
     (line,) = glance.LINES["helix-step"]({"rows": rows})
@@ -114,8 +114,8 @@ def test_every_link_of_the_committed_tables_leads_to_a_heading(collapse):
     text = (DOCS / "RESULTS.md").read_text()
     headings = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
-        kept = re.sub(r"[^\w\s-]", "", heading).strip().lower()
-        headings.add(re.sub(r"[-\s]+" if collapse else r"\s", "-", kept))
+        anchor = re.sub(r"[^\w\s-]", "", heading).strip().lower()
+        headings.add(re.sub(r"[-\s]+" if collapse else r"\s", "-", anchor))
     links = re.findall(r"\]\(#(.*?)\)", text)
     assert links
     assert set(links) <= headings

@@ -31,7 +31,7 @@ def made():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_layer_is_right_and_each_fault_of_it_is_found(name, made):
+def test_a_layer_is_right_and_each_fault_of_it_is_detected(name, made):
     policy, arrays, cache, (out, chosen) = made[0][name]
     new = made[1]
 
@@ -110,8 +110,8 @@ class Late(Hata):
     def __init__(self):
         super().__init__(budget=96, dense_layers=0, bits=32)
 
-    def best(self, arrays, layer, cache, q, most, **budget):
-        chosen = super().best(arrays, layer, cache, q, most, **budget)
+    def best(self, arrays, layer, cache, q, limit, **budget):
+        chosen = super().best(arrays, layer, cache, q, limit, **budget)
         return jnp.where(chosen == 1, -1, chosen)
 
 

@@ -135,7 +135,7 @@ def test_scores_of_answers_against_the_sampling_law(cell, sampling):
     np.testing.assert_allclose(scores[:, 2], squares.sum(axis=-1) - mean**2, rtol=1e-2, atol=1e-4)
 
 
-def test_sampled_answers_pass_at_their_own_temperature_alone(cell):
+def test_sampled_answers_pass_at_their_temperature_alone(cell):
     plain = Drafting.of(PLAIN, 3, exact=False)
     params = [dataclasses.replace(p, ignore_eos=True) for p in params_of("t0.8", 400, 2)]
     answers = [row for index in (0, 1) for row in cell._generate(plain, params, index).tokens]
@@ -227,7 +227,7 @@ def test_speeds_of_a_row():
     assert figures.over_plain(row, [plain | {"checked": False}], figures.steady_rate) is None
 
 
-def test_the_own_cells_are_cases_with_one_headline():
+def test_the_cells_of_jspec_are_cases_with_one_headline():
     for context, cells in ((8192, 4), (32768, 9)):
         asked = [case(text) for text in grid(context)]
         ordinary = [x for x in asked if x["exact"] == "no"]

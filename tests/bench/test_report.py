@@ -23,8 +23,8 @@ MACHINE = {
 def row(operation, case, name, microseconds, **rest):
     samples = [round(1000 * microseconds)] * 5
     clocks = {"device_ns": samples, "wall_ns": [10 * ns for ns in samples], "kernels": 1}
-    own = {"operation": operation, "case": case, "name": name, "checked": True}
-    return own | {"backend": "torch" not in name, "chosen": False, "bytes": None} | clocks | rest
+    row = {"operation": operation, "case": case, "name": name, "checked": True}
+    return row | {"backend": "torch" not in name, "chosen": False, "bytes": None} | clocks | rest
 
 
 def case_of(suite, text):
@@ -62,8 +62,12 @@ def fused_rows():
     grid = itertools.product((8, 128), (0.3, 0.9), (128, 2048), ("warm", "cold"))
     for gamma, alpha, width, l2 in grid:
         case = {"B": 32, "gamma": gamma, "alpha": alpha, "D": width, "l2": l2}
-        wide = width == 2048
-        times = {"cuda": 8 if wide else 4, "cuda+triton": 5 if wide else 6, "cuda+torch": 12}
+        is_large = width == 2048
+        times = {
+            "cuda": 8 if is_large else 4,
+            "cuda+triton": 5 if is_large else 6,
+            "cuda+torch": 12,
+        }
         for name, microseconds in times.items():
             more = {"bytes": 10**6, "chosen": name == "cuda"}
             yield row("verify_and_pack", case, name, microseconds, **more)
@@ -84,16 +88,16 @@ def decode_rows():
     """
     for tokens in (1, 10):
         case = {"model": "a", "layers": 36, "B": 1, "context": 8192, "T": tokens}
-        own = {"operation": "decode_step", "case": case, "name": "pallas", "checked": "2 layers"}
-        yield own | {"floor_ns": 4e6, "step_ns": [5 * 10**6] * 5}
+        row = {"operation": "decode_step", "case": case, "name": "pallas", "checked": "2 layers"}
+        yield row | {"floor_ns": 4e6, "step_ns": [5 * 10**6] * 5}
     absent = {"operation": "pass", "case": {}, "name": "plain", "checked": None}
     yield absent | {"reason": "it needs 161.0 GB"}
     at = {"model": "b", "layers": 36, "B": 4, "S": 8192}
 
     def made(operation, name, ms, floors, **rest):
-        own = {"operation": operation, "case": at | rest.pop("case", {}), "name": name}
-        own |= {"checked": "2 layers", "step_ns": [round(ms * 1e6)] * 5}
-        return own | {"floors_ns": {x: 1e6 * y for x, y in floors.items()}} | rest
+        row = {"operation": operation, "case": at | rest.pop("case", {}), "name": name}
+        row |= {"checked": "2 layers", "step_ns": [round(ms * 1e6)] * 5}
+        return row | {"floors_ns": {x: 1e6 * y for x, y in floors.items()}} | rest
 
     yield made("pass", "plain", 5, {"verification": 4}, case={"T": 1})
     gamma = {"case": {"gamma": 9}}

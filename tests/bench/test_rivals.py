@@ -89,7 +89,7 @@ def test_where_a_package_is_missing_each_rival_is_a_row_with_its_reason(which, m
     assert not any(rival.failed for rival in result if isinstance(rival, Absent))
 
 
-def test_only_the_rivals_that_are_wanted_are_made():
+def test_only_the_rivals_that_are_asked_for_are_made():
     assert make("verify", Settings(only=("xla", "torch_graph")))[0].name == "torch_graph"
     assert [rival.name for rival in make("verify_and_pack", Settings(only=("torch",)))] == NAMES[
         "verify_and_pack"

@@ -37,7 +37,7 @@ def test_tokens_are_timed_from_the_first_chunk_to_the_last():
     assert one.per_token(2) is None
 
 
-def test_a_speed_while_all_slots_are_taken():
+def test_a_speed_while_all_slots_are_busy():
     """Two slots, four requests: from when two have begun to before the last one has."""
     samples = [(1.0, 5, 1), (2.0, 15, 2), (3.0, 40, 3), (6.0, 75, 3), (7.0, 80, 4)]
     assert load._while_full(samples, slots=2, count=4) == pytest.approx((75 - 15) / 4)
@@ -49,13 +49,13 @@ def test_requests_wait_for_their_time(tiny):
     requests = [(text, SamplingParams(max_new_tokens=6)) for text in prompts((5, 3, 7))]
     load.serve(engine, requests, np.zeros(3))
     begin = time.perf_counter()
-    found = load.serve(engine, requests, np.array([0.0, 0.0, 0.3]))
+    result = load.serve(engine, requests, np.array([0.0, 0.0, 0.3]))
     assert time.perf_counter() - begin > 0.3
-    assert found.figures["compilations"] == 0
-    assert [len(tokens) for tokens in found.tokens] == [6] * 3
-    assert found.figures["tokens_per_s"] == pytest.approx(18 / found.figures["seconds"])
-    assert found.figures["mean_accepted_length"] == 1
-    assert max(found.figures["first_token_s"]) < 0.3
+    assert result.figures["compilations"] == 0
+    assert [len(tokens) for tokens in result.tokens] == [6] * 3
+    assert result.figures["tokens_per_s"] == pytest.approx(18 / result.figures["seconds"])
+    assert result.figures["mean_accepted_length"] == 1
+    assert max(result.figures["first_token_s"]) < 0.3
 
 
 def test_the_chunks_of_a_sample_follow_each_other(tiny, monkeypatch):
@@ -69,8 +69,8 @@ def test_the_chunks_of_a_sample_follow_each_other(tiny, monkeypatch):
     monkeypatch.setattr(load.jax, "block_until_ready", block_until_ready)
     monkeypatch.setattr(load.time, "perf_counter", lambda: float(len(waits)))
     config = StepConfig(0, NoDraft())
-    found = load.step_seconds(tiny, prompts((5, 3)), 100, config, steps=2)
-    assert found == pytest.approx(1 / (load.CHUNKS_PER_SAMPLE * 2))
+    seconds = load.step_seconds(tiny, prompts((5, 3)), 100, config, steps=2)
+    assert seconds == pytest.approx(1 / (load.CHUNKS_PER_SAMPLE * 2))
     assert len(waits) == 1 + 5  # the first chunk compiles
 
 

@@ -239,7 +239,7 @@ def toy_benchmark(times, wrong=()):
 @pytest.mark.parametrize(
     ("wrong", "best"), [((), 64), ((64,), 32)], ids=["fastest", "fastest-that-is-right"]
 )
-def test_the_fastest_right_block_size_is_found(wrong, best, monkeypatch):
+def test_the_fastest_right_block_size_is_chosen(wrong, best, monkeypatch):
     """Tiles nearer to 64 are faster; a second rule has no case and stays."""
     bench, samples = toy_benchmark(lambda tile: 1000 + 100 * abs(tile - 64), wrong)
     monkeypatch.setattr("bench.point.wall", samples)

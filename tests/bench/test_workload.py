@@ -63,8 +63,8 @@ def test_about_four_of_five_tokens_stand(one_hot):
     logits = make_logits(200, 5, 1000, one_hot=one_hot)
     weights = np.exp(logits.target[:, :5].astype(np.float64))
     p = weights / weights.sum(axis=-1, keepdims=True)
-    own = np.take_along_axis(p, logits.draft[..., None], axis=-1)
-    assert 0.6 < own.mean() < 0.9
+    chosen = np.take_along_axis(p, logits.draft[..., None], axis=-1)
+    assert 0.6 < chosen.mean() < 0.9
 
 
 @pytest.mark.parametrize("draft", ["one-hot", "logits"])

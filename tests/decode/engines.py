@@ -47,7 +47,7 @@ ON_A_MESH = (
 PromptAndParams = tuple[list[int], SamplingParams]
 
 
-class Wanted(NamedTuple):
+class ExpectedTokens(NamedTuple):
     """The tokens of each request, and why it ends."""
 
     tokens: tuple[tuple[int, ...], ...]
@@ -93,27 +93,31 @@ def _requests(
 
 
 def engine_of(model, name: str, second=None, **sizes) -> Engine:
-    own = SETTINGS[name]
-    draft = own["draft"]
+    settings = SETTINGS[name]
+    draft = settings["draft"]
     if draft is not None and draft.traits.needs_model:
-        own = own | {"draft_model": second}
+        settings = settings | {"draft_model": second}
     usual = {"slots": 3, "capacity": 128, "prefill_chunk": 32, "steps_per_chunk": 4}
-    return Engine(model, **usual | sizes, **own)
+    return Engine(model, **usual | sizes, **settings)
 
 
 def apart(model, name: str, requests, second=None) -> Generation:
     """What each of ``requests`` gives by `generate`, which gives each what it gives alone."""
-    own = SETTINGS[name]
-    if own["draft"] is not None and own["draft"].traits.needs_model:
-        own = own | {"draft_model": second}
+    settings = SETTINGS[name]
+    if settings["draft"] is not None and settings["draft"].traits.needs_model:
+        settings = settings | {"draft_model": second}
     texts, params = zip(*requests, strict=True)
-    return generate(model, list(texts), list(params), **own)
+    return generate(model, list(texts), list(params), **settings)
 
 
 def check_arrivals(
-    engine: Engine, requests, wanted: Generation | Wanted, seed: int = 0, cancelling: float = 0.3
+    engine: Engine,
+    requests,
+    expected: Generation | ExpectedTokens,
+    seed: int = 0,
+    cancelling: float = 0.3,
 ) -> None:
-    """Submit ``requests`` in bursts between steps and cancel some; each has the wanted tokens.
+    """Submit ``requests`` in bursts between steps and cancel some; each has the expected tokens.
 
     ``cancelling``: the share of steps after which one of all requests is cancelled, if it has not
     ended yet.
@@ -128,7 +132,7 @@ def check_arrivals(
         if submitted and rng.random() < cancelling:
             submitted[rng.integers(len(submitted))].cancel()
     ends = [request.finished for request in submitted]
-    for request, tokens, end in zip(submitted, wanted.tokens, wanted.finished, strict=True):
+    for request, tokens, end in zip(submitted, expected.tokens, expected.finished, strict=True):
         if request.finished == "cancelled":
             assert request.tokens == tokens[: len(request.tokens)]
         else:

@@ -42,11 +42,11 @@ def told(got: generation.Generation) -> tuple[Any, ...]:
 def check_same(watch, run) -> tuple[Watched, Any]:
     """``run()`` tells the same whether it looks ahead or not; what it did where it does."""
     behind = watch(0)
-    wanted = run()
+    expected = run()
     assert set(behind.at_work) == {0, 1}
     ahead = watch(math.inf)
     got = run()
-    assert got == wanted
+    assert got == expected
     assert ahead.at_work[:3] == [1, 0, 1]  # the first chunk says how long chunks are
     assert max(ahead.at_work) == 2
     assert ahead.at_work[-1] <= 1
@@ -55,7 +55,7 @@ def check_same(watch, run) -> tuple[Watched, Any]:
 
 
 def keeping(answers: dict[tuple[int, int], Any]):
-    """An ``on_tokens`` that answers by row and how often the row was heard of; what it hears."""
+    """An ``on_tokens`` that answers by row and the number of calls for that row; also the calls."""
     heard: dict[int, list[tuple[int, ...]]] = {}
 
     def on_tokens(row, new):
@@ -83,9 +83,9 @@ def test_what_is_generated_is_the_same(name, sharp, watch):
 
 def test_no_chunk_is_wasted_where_rows_end_at_their_limits(sharp, watch):
     settings = {"params": NEW, "draft": None, "steps_per_chunk": 4}
-    seen, _ = check_same(watch, lambda: told(generate(sharp, prompts()[:4], **settings)))
-    assert seen.at_work == [1, 0, *[1, 2] * 4, 1, 0]
-    assert seen.calls.count("start") == 24 // 4
+    chunks_run, _ = check_same(watch, lambda: told(generate(sharp, prompts()[:4], **settings)))
+    assert chunks_run.at_work == [1, 0, *[1, 2] * 4, 1, 0]
+    assert chunks_run.calls.count("start") == 24 // 4
 
 
 def test_stop_tokens_waste_one_chunk(tiny, watch):
@@ -93,13 +93,15 @@ def test_stop_tokens_waste_one_chunk(tiny, watch):
     (text,) = generate(tiny, prompts()[:1], NEW, **settings).tokens
     at = next(i for i in range(6, 20) if text[i] not in text[:i])
     params = dataclasses.replace(NEW, stop_tokens=(text[at],))
-    seen, got = check_same(watch, lambda: told(generate(tiny, prompts()[:1], params, **settings)))
+    chunks_run, got = check_same(
+        watch, lambda: told(generate(tiny, prompts()[:1], params, **settings))
+    )
     assert got[0] == (text[: at + 1],)
-    assert seen.at_work[-1] == 1
+    assert chunks_run.at_work[-1] == 1
 
 
 def test_rows_that_the_caller_ends_meanwhile_count_no_further(sharp, watch):
-    """Behind all of a chunk, within one, and before any of its tokens."""
+    """After all of a chunk, within one, and before any of its tokens."""
     answers = {(0, 2): True, (1, 4): 1, (2, 4): 0}
 
     def run():
@@ -107,12 +109,12 @@ def test_rows_that_the_caller_ends_meanwhile_count_no_further(sharp, watch):
         settings = {"draft": STREAMING, "gamma": 2, "steps_per_chunk": 2, "on_tokens": on_tokens}
         return *told(generate(sharp, prompts()[:4], LONG, **settings)), heard
 
-    seen, (tokens, finished, *_, heard) = check_same(watch, run)
+    chunks_run, (tokens, finished, *_, heard) = check_same(watch, run)
     assert finished == ("stop", "stop", "stop", "length")
     assert [len(heard[row]) for row in range(3)] == [2, 4, 4]
     assert tokens[2] == sum(heard[2][:3], ())
     # The device hears of it one chunk later, and then lets the row rest.
-    live = np.array([record.committed.sum(axis=0) > 0 for record in seen.records])
+    live = np.array([record.committed.sum(axis=0) > 0 for record in chunks_run.records])
     assert live.sum(axis=0)[:3].tolist() == [3, 5, 5]
 
 
@@ -129,8 +131,8 @@ def test_an_error_while_a_chunk_is_at_work_leaves_what_there_was(error, sharp, w
             return heard, None
         return heard, told(caught.value.generation)
 
-    seen, (heard, interrupted) = check_same(watch, run)
-    assert seen.at_work[-1] == 1
+    chunks_run, (heard, interrupted) = check_same(watch, run)
+    assert chunks_run.at_work[-1] == 1
     assert [len(heard[row]) for row in range(4)] == [3, 3, 2, 2]
     if interrupted is not None:
         tokens, finished, _, counts = interrupted
@@ -173,17 +175,17 @@ def test_processes_that_wait_for_each_other_do_not_look_ahead(limited, sharp, wa
     else:
         limit_steps(60)
     try:
-        seen = watch(math.inf)
+        chunks_run = watch(math.inf)
         generate(sharp, prompts()[:2], NEW, draft=None)
     finally:
         limit_steps(None)
-    assert set(seen.at_work) == {0, 1}
+    assert set(chunks_run.at_work) == {0, 1}
 
 
 def test_long_chunks_are_read_before_the_next_one_starts(sharp, watch, monkeypatch):
     """By what the last one took."""
     took = iter([0.5, 0.5, 1.0, 1.0, 0.5, 0.5])
-    seen, finish = watch(1.0), Chunks.finish
+    chunks_run, finish = watch(1.0), Chunks.finish
 
     def finished(self, chunk):
         record = finish(self, chunk)
@@ -192,41 +194,41 @@ def test_long_chunks_are_read_before_the_next_one_starts(sharp, watch, monkeypat
 
     monkeypatch.setattr(Chunks, "finish", finished)
     generate(sharp, prompts()[:2], NEW, draft=None, steps_per_chunk=4)
-    assert seen.at_work == [1, 0, 1, 2, 1, 2, 1, 0, 1, 0, 1, 0]
+    assert chunks_run.at_work == [1, 0, 1, 2, 1, 2, 1, 0, 1, 0, 1, 0]
 
 
 # --- with gamma="auto" -------------------------------------------------------------------------
 
 
-def in_turn(monkeypatch, gammas) -> list[tuple[int, float | None, np.ndarray]]:
-    """Have chunks take these gammas in turn; returns what was seen of them."""
-    turns, seen = itertools.cycle(gammas), []
-    monkeypatch.setattr(GammaChoice, "choose", lambda *_: next(turns))
-    monkeypatch.setattr(GammaChoice, "saw", lambda self, *found: seen.append(found))
-    return seen
+def cycle_gammas(monkeypatch, gammas) -> list[tuple[int, float | None, np.ndarray]]:
+    """Have chunks take these gammas in turn; returns what is recorded."""
+    next_gamma, recorded = itertools.cycle(gammas), []
+    monkeypatch.setattr(GammaChoice, "choose", lambda *_: next(next_gamma))
+    monkeypatch.setattr(GammaChoice, "saw", lambda self, *arguments: recorded.append(arguments))
+    return recorded
 
 
-def test_each_gamma_is_told_of_its_own_chunks(sharp, watch, monkeypatch):
+def test_each_gamma_is_told_of_the_chunks_that_ran_with_it(sharp, watch, monkeypatch):
     """And of no time in which the next one's program was compiled."""
     monkeypatch.setattr(chunks, "PROGRAMS", Programs())
-    found = []
+    are_timed = []
 
     def run():
-        seen = in_turn(monkeypatch, (0, 4, 1))
+        recorded = cycle_gammas(monkeypatch, (0, 4, 1))
         settings = {"draft": NGRAM, "gamma": "auto", "steps_per_chunk": 2}
         got = generate(sharp, prompts()[:4], NEW, **settings)
-        found.append([seconds is not None for _, seconds, *_ in seen])
-        assert [gamma for gamma, *_ in seen[:4]] == [0, 4, 1, 0]
-        accepted = sum(int(accepted[live].sum()) for _, _, accepted, live in seen)
+        are_timed.append([seconds is not None for _, seconds, *_ in recorded])
+        assert [gamma for gamma, *_ in recorded[:4]] == [0, 4, 1, 0]
+        accepted = sum(int(accepted[live].sum()) for _, _, accepted, live in recorded)
         assert accepted == got.stats.accepted
-        return told(got), [gamma for gamma, *_ in seen]
+        return told(got), [gamma for gamma, *_ in recorded]
 
     _, ((tokens, *_), _) = check_same(watch, run)
     assert tokens == generate(sharp, prompts()[:4], NEW, draft=None).tokens
-    assert all(map(all, found))
+    assert all(map(all, are_timed))
     monkeypatch.setattr(chunks, "PROGRAMS", Programs())
     run()
-    assert found[-1][:5] == [True, False, True, True, True]
+    assert are_timed[-1][:5] == [True, False, True, True, True]
 
 
 def test_a_second_model_takes_up_what_it_rested_through(tiny, watch, monkeypatch):
@@ -234,13 +236,13 @@ def test_a_second_model_takes_up_what_it_rested_through(tiny, watch, monkeypatch
     monkeypatch.setattr(chunks, "SYNC_TOKENS", 3)
 
     def run():
-        in_turn(monkeypatch, (0, 0, 0, 2))
+        cycle_gammas(monkeypatch, (0, 0, 0, 2))
         settings = {"draft": ModelDraft(), "draft_model": tiny, "steps_per_chunk": 2}
         return told(generate(tiny, prompts()[:4], NEW, gamma="auto", **settings))
 
     _, (_, _, _, counts) = check_same(watch, run)
-    found = dict(zip(COUNTS, counts, strict=True))
-    assert found["accepted"] == found["drafted"] > 10
+    totals = dict(zip(COUNTS, counts, strict=True))
+    assert totals["accepted"] == totals["drafted"] > 10
 
 
 # --- the clock -----------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_looking_again_costs_a_bounded_share(ahead):
     assert 0 < sum(g > 0 for g in chosen) < 20
 
 
-def test_a_probe_that_was_never_seen_is_made_again():
+def test_a_probe_that_was_never_read_is_made_again():
     """The chunk was the one that nobody needed."""
     choice, plain, one = GammaChoice((0, 1), 1), np.zeros(STEPS, int), rows_of(1, 1)
     for gamma in (1, 1, 0, 0):
@@ -224,10 +224,10 @@ def test_an_engine_tells_what_rows_need_and_forgets_those_that_others_took(sharp
 # --- in generation ---------------------------------------------------------------------------
 
 
-def in_turn(monkeypatch, gammas):
-    """Have chunks take these gammas in turn, whatever they cost; returns what was seen of them."""
-    turns, recorded = itertools.cycle(gammas), []
-    monkeypatch.setattr(GammaChoice, "choose", lambda *_: next(turns))
+def cycle_gammas(monkeypatch, gammas):
+    """Have chunks take these gammas in turn, whatever they cost; returns what is recorded."""
+    next_gamma, recorded = itertools.cycle(gammas), []
+    monkeypatch.setattr(GammaChoice, "choose", lambda *_: next(next_gamma))
 
     def saw(self, gamma, seconds, accepted, live):
         recorded.append((gamma, seconds, accepted[live]))
@@ -246,7 +246,7 @@ def in_turn(monkeypatch, gammas):
 )
 def test_greedy_tokens_are_the_plain_ones_whatever_is_chosen(name, tiny, monkeypatch):
     """Plain steps keep what the drafter needs: its index, what guides it, its pages."""
-    observed = in_turn(monkeypatch, (0, 4, 1))
+    observed = cycle_gammas(monkeypatch, (0, 4, 1))
     draft = named_draft(name)
     plain = generate(tiny, prompts(), requests(), draft=None)
     settings = {"draft": draft, "steps_per_chunk": 2}
@@ -323,7 +323,7 @@ def test_what_has_nothing_to_choose_is_refused(settings, message, tiny):
 def test_a_second_model_takes_up_what_was_decoded_while_it_rested(draft, tiny, monkeypatch):
     """The target as its own draft model is always right, where its cache lacks nothing."""
     monkeypatch.setattr(chunks, "SYNC_TOKENS", 3)  # so that six tokens take several passes
-    in_turn(monkeypatch, (0, 0, 0, 2))
+    cycle_gammas(monkeypatch, (0, 0, 0, 2))
     plain = generate(tiny, prompts(), requests(), draft=None)
     settings = {"draft": draft, "draft_model": tiny, "steps_per_chunk": 2}
     got = generate(tiny, prompts(), requests(), gamma="auto", **settings)
@@ -333,13 +333,13 @@ def test_a_second_model_takes_up_what_was_decoded_while_it_rested(draft, tiny, m
 
 def test_a_second_model_that_rested_takes_up_no_more_than_a_row_holds(tiny, monkeypatch):
     """Requests came and went meanwhile; each brought a whole cache of the second model."""
-    in_turn(monkeypatch, (0,))
+    cycle_gammas(monkeypatch, (0,))
     settings = {"draft": ModelDraft(), "draft_model": tiny, "gamma": "auto", "steps_per_chunk": 16}
     engine = Engine(tiny, slots=1, capacity=48, **settings)
     for _ in range(8):
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=40))
         engine.run()
-    in_turn(monkeypatch, (2,))
+    cycle_gammas(monkeypatch, (2,))
     passes, run = [], engine._runner.chunks._synced
     monkeypatch.setattr(engine._runner.chunks, "_synced", lambda x: passes.append(x) or run(x))
     request = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))

@@ -83,9 +83,9 @@ def test_a_stop_token_inside_a_draft_ends_the_row_there(plain, sharp):
     texts = prompts()[:1] * 3
     stops = (plain["sharp"].tokens[0][9], plain["sharp"].tokens[0][3], 40)
     params = [SamplingParams(max_new_tokens=30, stop_tokens=(stop,)) for stop in stops]
-    wanted = generate(sharp, texts, params, draft=None)
+    expected = generate(sharp, texts, params, draft=None)
     got = generate(sharp, texts, params, draft=PAIRS["ngram-streaming"], gamma=6)
-    assert got.tokens == wanted.tokens
+    assert got.tokens == expected.tokens
     assert "stop" in got.finished
 
 
@@ -104,10 +104,10 @@ def test_the_draft_is_that_of_its_second_drafter_alone(sharp, other):
     params = [SamplingParams(max_new_tokens=30, temperature=row % 2, seed=row) for row in range(4)]
     chain = Chain(ModelDraft(), STREAMING, inner=2, rounds=6)
     got = drafted(sharp, chain, 6, params, other, steps=1)
-    wanted = drafted(sharp, STREAMING, 6, params, steps=1)
+    expected = drafted(sharp, STREAMING, 6, params, steps=1)
     np.testing.assert_array_equal(got.lengths, [6] * 4)
-    np.testing.assert_array_equal(got.tokens, wanted.tokens)
-    np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-4)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.logits, expected.logits, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_rounds_bound_the_draft(first, length, sharp):
 
 
 def test_the_draft_model_of_a_chain_lacks_no_key(sharp):
-    """The keys of a draft model that is the target, beside the target's own."""
+    """The keys of a draft model that is the target, next to those of the target."""
     models = Models(sharp, sharp)
     config = StepConfig(6, Chain(ModelDraft(), SelfDraft(Dense()), inner=2, rounds=2))
     state = start_decoding(models, prompts((5,)), SamplingParams(max_new_tokens=40), config)
@@ -137,7 +137,7 @@ def test_the_draft_model_of_a_chain_lacks_no_key(sharp):
 
 
 def test_a_draft_changes_nothing_that_is_committed(sharp):
-    """Tokens, lengths and the index are those of before; the cache differs behind them alone."""
+    """Tokens, lengths and the index are those of before; the cache differs past the lengths."""
     config = StepConfig(6, PAIRS["suffix-quest"])
     state = start_decoding(sharp, prompts((50, 9)), SamplingParams(max_new_tokens=20), config)
     before = jax.device_get(state)

@@ -32,16 +32,16 @@ def windowed():
 
 
 @pytest.mark.parametrize("name", ["hata", "quest", pytest.param("loki", marks=pytest.mark.slow)])
-def test_it_keeps_what_a_prefill_of_its_own_keeps(name, windowed):
+def test_it_keeps_what_a_direct_prefill_keeps(name, windowed):
     policy = MATRIX[name]
     models = Models(windowed, policy=arrays_of(policy, windowed.config.layers))
     config = StepConfig(3, SelfDraft(policy))
-    wide = dataclasses.replace(PLAIN, gamma=3)
-    own = start_decoding(models, PROMPTS, PARAMS, config)
-    shared = start_decoding(windowed, PROMPTS, PARAMS, wide)
+    larger_gamma = dataclasses.replace(PLAIN, gamma=3)
+    direct = start_decoding(models, PROMPTS, PARAMS, config)
+    shared = start_decoding(windowed, PROMPTS, PARAMS, larger_gamma)
     got = convert_state(models, shared, config)
-    assert jax.tree.structure(got) == jax.tree.structure(own)
-    remaining = [x.columns for x in (own.cache, got.cache)]
+    assert jax.tree.structure(got) == jax.tree.structure(direct)
+    remaining = [x.columns for x in (direct.cache, got.cache)]
     for expected, result in zip(*remaining, strict=True):
         for column in expected:
             assert expected[column].dtype == result[column].dtype
@@ -52,7 +52,7 @@ def test_it_keeps_what_a_prefill_of_its_own_keeps(name, windowed):
                 np.testing.assert_allclose(
                     result[column][row, used], expected[column][row, used], rtol=1e-5, atol=1e-6
                 )
-    jax.tree.map(np.testing.assert_array_equal, got.cache.pages, own.cache.pages)
+    jax.tree.map(np.testing.assert_array_equal, got.cache.pages, direct.cache.pages)
     assert not shared.cache.keys(0).is_deleted()
 
 
@@ -86,12 +86,12 @@ def test_the_params_of_a_call_count_and_not_those_of_the_prefill(tiny):
 
 
 @pytest.mark.parametrize("text", ["suffix", "suffix > vegas:budget=6,least=0; rounds=2"])
-def test_a_drafter_hears_what_was_prefilled_without_it(text, tiny):
+def test_a_drafter_reads_what_was_prefilled_without_it(text, tiny):
     config = StepConfig(3, named_draft(text))
-    own = start_decoding(tiny, PROMPTS, PARAMS, config)
+    direct = start_decoding(tiny, PROMPTS, PARAMS, config)
     shared = start_decoding(tiny, PROMPTS, PARAMS, dataclasses.replace(PLAIN, gamma=3))
     got = convert_state(tiny, shared, config)
-    jax.tree.map(np.testing.assert_array_equal, got.draft, own.draft)
+    jax.tree.map(np.testing.assert_array_equal, got.draft, direct.draft)
 
 
 @pytest.mark.skipif(jax.device_count() < 3, reason="needs 3 devices")

@@ -45,11 +45,11 @@ NEIGHBOURS = {
 )
 def test_a_greedy_row_does_not_depend_on_what_its_neighbours_need(neighbour, draft, tiny):
     model = Broken(tiny)
-    own = SamplingParams(max_new_tokens=30)
-    (alone,) = generate(model, prompts()[:1], own, draft=None).tokens
+    request = SamplingParams(max_new_tokens=30)
+    (alone,) = generate(model, prompts()[:1], request, draft=None).tokens
     assert {0, 9} <= set(alone)  # a row without a finite logit, and one with infinity
     assert 5 not in alone
-    params = [own, NEIGHBOURS[neighbour]]
+    params = [request, NEIGHBOURS[neighbour]]
     assert generate(model, prompts()[:2], params, draft=draft).tokens[0] == alone
 
 

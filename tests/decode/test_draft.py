@@ -30,17 +30,17 @@ def propose(models, state: DecodeState, config: StepConfig) -> Drafted:
 def lookup(text: list[int], draft: NgramDraft, gamma: int) -> list[int]:
     """Prompt lookup, by its definition: of all earlier places whose tokens agree with the end of
     the text, the one that agrees longest (up to ``max_match``), and of those the latest."""
-    found = (0, -1)
+    match = (0, -1)
     for end in range(len(text) - 1):
         length = 0
         while length < min(draft.max_match, end + 1) and text[end - length] == text[-1 - length]:
             length += 1
-        found = max(found, (length, end))
-    if found[0] < draft.min_match:
+        match = max(match, (length, end))
+    if match[0] < draft.min_match:
         return []
     copy = list(text)
     for i in range(gamma):
-        copy.append(copy[found[1] + 1 + i])
+        copy.append(copy[match[1] + 1 + i])
     return copy[len(text) :]
 
 
@@ -75,8 +75,8 @@ def test_lookup_equals_its_definition(draft, blank):
     assert 0 < sum(map(bool, expected)) < 64
     assert got.logits is None
     np.testing.assert_array_equal(got.lengths, [len(e) for e in expected])
-    for row, wanted in enumerate(expected):
-        assert got.tokens[row, : len(wanted)].tolist() == wanted
+    for row, tokens in enumerate(expected):
+        assert got.tokens[row, : len(tokens)].tolist() == tokens
 
 
 def test_lookup_knows_a_circle(blank):
@@ -113,7 +113,7 @@ def greedy(model, text: list[int]) -> int:
     [SelfDraft(Streaming(sinks=4, window=60)), SelfDraft(Dense()), ModelDraft()],
     ids=["window", "dense", "model"],
 )
-def test_a_model_drafts_its_own_continuation(draft, tiny, other):
+def test_a_model_drafts_its_continuation(draft, tiny, other):
     """A window that holds the whole text, the text itself, or a second model: greedy drafts are
     its argmaxes."""
     drafter = other if isinstance(draft, ModelDraft) else tiny

@@ -19,7 +19,7 @@ from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_step
 from tests.decode.common import DRAFTERS, NGRAM, STREAMING, prompts
-from tests.decode.test_own_model import OneLayer
+from tests.decode.test_one_layer_model import OneLayer
 
 TWELVE = SamplingParams(max_new_tokens=12)
 
@@ -46,9 +46,9 @@ def traced(source: str, first, second, params: SamplingParams, **settings):
     models = Models(first, second if source == "model" else None)
     config = StepConfig(0 if source == "plain" else 3, DRAFTERS[source])
 
-    def trace(function, models, cache, own, *args, **static):
-        jax.eval_shape(lambda *args: function(*args, **static), models, cache, own, *args)
-        return cache, own
+    def trace(function, models, cache, rows_state, *args, **static):
+        jax.eval_shape(lambda *args: function(*args, **static), models, cache, rows_state, *args)
+        return cache, rows_state
 
     texts = prompts((9, 1, 4), vocabulary=13)
     state = start_decoding(models, texts, params, config, run=trace, **settings)
@@ -148,7 +148,7 @@ print([wide_tokens(source) for source in ("plain", "streaming", "dense", "ngram"
 """
 
 
-def wide_tokens(source: str) -> list[list[int]]:
+def float32_tokens(source: str) -> list[list[int]]:
     """What a greedy and a sampled row get."""
     params = [SamplingParams(16), SamplingParams(8, temperature=1.0, seed=5)]
     second = OneLayer(1) if source == "model" else None
@@ -168,7 +168,7 @@ def test_every_drafter_works_in_64_bits():
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     result = json.loads(ran.stdout)
-    plain = wide_tokens("plain")
+    plain = float32_tokens("plain")
     assert result[0] == plain
     assert [tokens[0] for tokens in result] == [plain[0]] * 5
     assert {len(tokens[1]) for tokens in result} == {8}

@@ -1,4 +1,4 @@
-"""The engine: a request gets what it gets alone, whenever it comes and whoever is beside it."""
+"""The engine: a request gets what it gets alone, at any time and in any batch."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -18,7 +18,7 @@ from tests.decode.engines import apart, check_arrivals, engine_of, known, work
 def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     """Prompts of 1 to 90 tokens, settings that need all modes, bursts, cancellations, ends."""
     expected = known(40)
-    compiled, own = len(COMPILED), engine.stats.compilations
+    compiled, before = len(COMPILED), engine.stats.compilations
     check_arrivals(engine, work(40), expected, seed=2)
     requests = [
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=9), on_tokens=lambda tokens: True)
@@ -27,7 +27,7 @@ def test_a_request_gets_what_it_gets_alone_and_compiles_nothing(engine, ahead):
     engine.run()
     assert [request.finished for request in requests] == ["stop"] * 4
     assert len(COMPILED) == compiled
-    assert engine.stats.compilations == own
+    assert engine.stats.compilations == before
     assert ahead.at_work.count(2) > 5
 
 
@@ -56,7 +56,7 @@ def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
     before = [engine.stats.compilations for engine in engines]
     assert min(before) > 4
     for engine in engines:
-        for params in (SamplingParams(max_new_tokens=3, **own) for own in MIXED[:3]):
+        for params in (SamplingParams(max_new_tokens=3, **fields) for fields in MIXED[:3]):
             engine.submit([1, 2, 3, 4], params).result()
     assert [engine.stats.compilations for engine in engines] == before
 
@@ -100,7 +100,7 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "wanted"),
+    ("lengths", "expected"),
     [
         ([17] * 9, (8, 16)),  # 16 tokens of each, as the first step feeds the last one
         ([17] * 3, (0, 16)),  # less than half of eight rows
@@ -111,13 +111,13 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
         ([17, 17, 66, 17], (0, 16)),  # in the order that they came in
     ],
 )
-def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, wanted):
+def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, expected):
     options = engine_of(tiny, "ngram")._options
     timed = PROGRAMS.timed()
     short = ShortPrompts(options, slots=32, capacity=256, chunk=256, programs=timed)
     count, size = short.together(lengths)
-    assert count == wanted[0]
-    assert not count or size == wanted[1]
+    assert count == expected[0]
+    assert not count or size == expected[1]
 
 
 def test_no_pass_is_longer_than_a_slot(tiny):
@@ -155,7 +155,7 @@ def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
     assert results == pieces
 
 
-def test_the_next_prompt_is_taken_up_while_all_slots_are_full(engine, behind):
+def test_the_next_prompt_is_prefilled_while_all_slots_are_full(engine, behind):
     """It begins to decode in the step after that in which a slot comes free."""
     slow = SamplingParams(max_new_tokens=60, draft_limit=0)
     full = [engine.submit([1, 2], slow) for _ in range(3)]
@@ -179,7 +179,7 @@ def test_prefixes_of_all_sizes_compile_nothing(engine):
     requests = work(40)
     which = max(range(40), key=lambda row: len(requests[row][0]))
     (text, params), expected = requests[which], known(40).tokens[which]
-    compiled, own = len(COMPILED), engine.stats.compilations
+    compiled, before = len(COMPILED), engine.stats.compilations
     for size in (1, 2, 15, 16, 17, 33, 47, 48, 49, 64, len(text) - 1):
         engine.share_prefix(text[:size])
         assert engine.submit(text, params).result() == expected
@@ -187,11 +187,11 @@ def test_prefixes_of_all_sizes_compile_nothing(engine):
     engine.share_prefix([*text, *text][:126])
     engine.drop_prefix([*text, *text][:126])
     assert len(COMPILED) == compiled
-    assert engine.stats.compilations == own
+    assert engine.stats.compilations == before
 
 
 def test_a_long_prefix_does_not_stall_the_others(engine):
-    """A step after each of its pieces but the last; the caller hears of those that end."""
+    """A step after each of its pieces but the last; the caller is told of those that end."""
     first, second = (
         engine.submit([1, 2, 3], SamplingParams(max_new_tokens=new, draft_limit=0, seed=1))
         for new in (40, 6)
@@ -209,7 +209,7 @@ def test_a_long_prefix_does_not_stall_the_others(engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vegas", "chain-of-models", "suffix", "quest", "lossy-host"])
-def test_a_prefix_is_taken_up_once(name, sharp, other):
+def test_a_prefix_is_prefilled_once(name, sharp, other):
     prefix, longer = prompts((40,))[0], prompts((50,), seed=2)[0]
     texts = [[*prefix, *text] for text in prompts((1, 9, 30), seed=1)]
     texts += [prefix, [*longer, 7], prompts((20,), seed=5)[0]]
@@ -301,7 +301,7 @@ class Calls(RuleBasedStateMachine):
         assert all(request.finished in ("stop", "length") for request in ended)
 
     @invariant()
-    def tokens_are_their_own(self):
+    def tokens_are_expected(self):
         live = 0
         for request, which in self.requests:
             tokens = known(40).tokens[which]
@@ -314,7 +314,7 @@ class Calls(RuleBasedStateMachine):
 
     def teardown(self):
         self.engine.run()
-        self.tokens_are_their_own()
+        self.tokens_are_expected()
         assert all(request.finished is not None for request, _ in self.requests)
 
 

@@ -46,14 +46,14 @@ def watch(monkeypatch):
     The caller is never away for longer than a chunk takes, however slow the machine is.
     """
     monkeypatch.setattr(Chunks, "resume", lambda self, chunk: None)
-    return lambda short, turn=None: watched(monkeypatch, short, turn)
+    return lambda short, idle=None: watched(monkeypatch, short, idle)
 
 
 # --- when ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("left", "last_s", "waiting", "wanted"),
+    ("left", "last_s", "waiting", "expected"),
     [
         ([9, 0, 0, 0], 0.001, False, True),
         ([9, 0, 0, 0], 10 * HOST_SECONDS, False, False),  # a long one
@@ -67,12 +67,12 @@ def watch(monkeypatch):
         ([9, 3, 2, 9], 3.9 * HOST_SECONDS, True, False),
     ],
 )
-def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, wanted):
+def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, expected):
     """Rows have committed 8, 3, 8 and 1 tokens in the last one."""
     work = Chunks(options_of(sharp))
     assert not work.looks_ahead(np.array(left), waiting=waiting)  # nobody knows how long chunks are
     work.last_s, work.paces = last_s, np.array([8, 3, 8, 1])
-    assert work.looks_ahead(np.array(left), waiting=waiting) is wanted
+    assert work.looks_ahead(np.array(left), waiting=waiting) is expected
 
 
 def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
@@ -82,8 +82,8 @@ def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
     def finished(count, done, tokens=(2, 1, 0, 1), filled=()):
         for _ in range(count):
             committed = np.array([[0, new, 7, 7] for new in tokens])
-            own = StepRecord.of(np.zeros(4, int), np.array(done), committed)
-            record = jax.tree.map(lambda x: x[None], own)
+            record = StepRecord.of(np.zeros(4, int), np.array(done), committed)
+            record = jax.tree.map(lambda x: x[None], record)
             work.finish(Chunk(record, 0, None, 0.0, 0.0, filled=set(filled)))
             work.last_s = 9 * HOST_SECONDS
         return [work.looks_ahead(left, waiting=waiting) for waiting in (False, True)]
@@ -107,14 +107,14 @@ def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone)
         read.append(len(requests[0].tokens))
     assert read == [4, 8, 12, 16, 20]  # a chunk a turn
     assert observed.at_work == [1, 0, *[1, 2] * 3, 1, 0]
-    assert [request.tokens for request in requests] == [own[:20] for own in alone[:2]]
+    assert [request.tokens for request in requests] == [tokens[:20] for tokens in alone[:2]]
 
 
 @pytest.mark.parametrize("waiting", [None, 3, 40])
 def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch):
     """One of two rows ends in the fifth chunk, in any case, which is not followed before it is
     read where a prompt waits for the slot that is not whole by then."""
-    observed = watch(math.inf, turn=1e-9)
+    observed = watch(math.inf, idle=1e-9)
     sizes = {"slots": 2, "capacity": 80, "prefill_chunk": 4, "steps_per_chunk": 4}
     engine = Engine(sharp, draft=None, **sizes)
     first, _ = (engine.submit(TEXTS[2], params) for params in (NEW, LONG))
@@ -162,7 +162,7 @@ def test_a_request_that_comes_while_a_chunk_is_ahead_waits_for_no_other(engine, 
     assert tokens == [alone[0], alone[1][:20], alone[2][:20]]
 
 
-def test_a_short_request_behind_a_chunk_has_its_own_at_once(engine, watch, alone):
+def test_a_short_request_gets_its_tokens_before_the_chunk_at_work_ends(engine, watch, alone):
     """Where nobody else needs another chunk."""
     observed = watch(math.inf)
     first = engine.submit(TEXTS[0], NEW)
@@ -222,8 +222,8 @@ def ended_in_all_ways(engine: Engine):
     answers = [(None, None, True), (None, 2), (None, None, 0), (None, KeyError("its own")), (), ()]
     before, ends = counts(), []
     requests = [
-        engine.submit(text, LONG, on_tokens=answering(*own))
-        for text, own in zip([*TEXTS, TEXTS[0]], answers, strict=True)
+        engine.submit(text, LONG, on_tokens=answering(*answer))
+        for text, answer in zip([*TEXTS, TEXTS[0]], answers, strict=True)
     ]
     while engine.busy:
         ends += engine.step()
@@ -242,15 +242,15 @@ def test_what_runs_ahead_of_a_request_that_has_ended_counts_nowhere(engine, watc
     assert [len(tokens) for tokens, _ in got] == [12, 6, 8, 8, 30, 30]
     assert [end for _, end in got] == ["stop", "stop", "stop", "error", "length", "length"]
     texts = [*alone, alone[0]]
-    assert all(own[: len(x)] == x for (x, _), own in zip(got, texts, strict=True))
+    assert all(text[: len(x)] == x for (x, _), text in zip(got, texts, strict=True))
     assert counts[COUNTS.index("committed")] == 94
-    dropped = [sum(int(x.committed.sum()) for x in own.records) - 94 for own in (behind, observed)]
+    dropped = [sum(int(x.committed.sum()) for x in run.records) - 94 for run in (behind, observed)]
     assert dropped[0] == 2 + 4  # what was cut off
     assert dropped[1] >= dropped[0] + 4  # and whole chunks
 
 
 def test_one_that_is_cancelled_while_a_chunk_is_ahead_keeps_what_it_has(engine, watch, alone):
-    """The device lets its row rest one chunk later, and hears of it between two chunks."""
+    """The device lets its row rest one chunk later, and is told of it between two chunks."""
     observed, before = watch(math.inf), engine.stats
     first, second = (engine.submit(text, LONG) for text in TEXTS[:2])
     engine.step()
@@ -284,7 +284,7 @@ def test_a_callback_cancels_another_while_a_chunk_is_ahead(engine, watch, alone)
     assert engine.stats.committed - before.committed == 34
 
 
-def test_nothing_is_kept_of_requests_while_a_chunk_is_at_work_for_nobody(engine, watch, alone):
+def test_no_request_is_referenced_while_a_chunk_is_at_work_for_nobody(engine, watch, alone):
     """The next request waits for it, and for no other."""
     observed = watch(math.inf)
     answers = iter((None, True))
@@ -336,7 +336,7 @@ def test_time_in_which_nothing_ran_counts_nowhere(engine, monkeypatch):
     assert after.prefill_s == before.prefill_s
 
 
-def test_prompts_that_a_chunk_follows_have_their_own_time(sharp, monkeypatch):
+def test_prompts_that_a_chunk_follows_are_timed_apart(sharp, monkeypatch):
     """If they are still at work when the host comes to that chunk; else nobody knows it."""
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)

@@ -73,7 +73,7 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, passes, monkeypatch):
     assert sum(count for count, _ in passes) == len(texts)
 
 
-def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
+def test_a_step_prefills_two_passes(sharp, monkeypatch):
     """Where slots are free for more of them."""
     watched(monkeypatch, 0)
     monkeypatch.setattr(short_prompts, "LARGE_PASS", 4 * CHUNK)
@@ -86,7 +86,7 @@ def test_a_turn_takes_up_two_passes(sharp, monkeypatch):
     engine.run()
 
 
-def test_pieces_of_longer_prompts_are_wide(engine, monkeypatch):
+def test_pieces_of_longer_prompts_share_passes(engine, monkeypatch):
     prefill, sizes = engine._scheduler.prefill, []
     right = prefill._pass
     monkeypatch.setattr(prefill, "_pass", lambda *x: (sizes.append(x[-1]), right(*x)))
@@ -128,7 +128,7 @@ def test_long_prompts_and_those_behind_prefixes_go_in_by_pieces(engine, passes):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "wanted"),
+    ("lengths", "expected"),
     [
         ([1], (1, 32)),
         ([33] * 9, (8, 32)),
@@ -140,21 +140,21 @@ def test_long_prompts_and_those_behind_prefixes_go_in_by_pieces(engine, passes):
         ([17] * 5 + [300], (5, 32)),  # with the last one there would be more than four
     ],
 )
-def test_wide_passes_take_any_prompts_of_a_chunk(tiny, lengths, wanted):
+def test_large_passes_take_any_prompts_of_a_chunk(tiny, lengths, expected):
     options = engine_of(tiny, "ngram")._options
     sizes = {"slots": 32, "capacity": 1024, "chunk": 512}
-    assert ShortPrompts(options, **sizes, programs=PROGRAMS.timed()).together(lengths) == wanted
+    assert ShortPrompts(options, **sizes, programs=PROGRAMS.timed()).together(lengths) == expected
 
 
 @pytest.mark.parametrize(
-    ("backend", "most", "wanted"),
+    ("backend", "max_bytes", "expected"),
     [("gpu", 2**28, True), ("gpu", 2**10, False), ("cpu", 2**28, False)],
 )
-def test_a_model_is_light_by_its_bytes_on_a_gpu(tiny, backend, most, wanted, monkeypatch):
+def test_a_model_is_light_by_its_bytes_on_a_gpu(tiny, backend, max_bytes, expected, monkeypatch):
     options = engine_of(tiny, "none")._options
-    monkeypatch.setattr(short_prompts, "LIGHT", most)
+    monkeypatch.setattr(short_prompts, "LIGHT", max_bytes)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert is_light(options.models) is wanted
+    assert is_light(options.models) is expected
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from tests.decode.engines import (
     GREEDY,
     ON_A_MESH,
     SETTINGS,
+    ExpectedTokens,
     PromptAndParams,
-    Wanted,
     apart,
     check_arrivals,
     engine_of,
@@ -65,7 +65,7 @@ def test_a_thousand_requests_of_up_to_8192_tokens_get_what_they_get_alone(name):
     engine.warm_up()
     compiled, arrays = len(COMPILED), []
     for some in (slice(100), slice(100, None)):
-        part = Wanted(expected.tokens[some], expected.finished[some])
+        part = ExpectedTokens(expected.tokens[some], expected.finished[some])
         check_arrivals(engine, requests[some], part, seed=4, cancelling=0.05)
         engine.step()  # reads what ran ahead for nobody
         gc.collect()
@@ -74,17 +74,19 @@ def test_a_thousand_requests_of_up_to_8192_tokens_get_what_they_get_alone(name):
     assert arrays[0] == arrays[1]
 
 
-def in_groups(model, name: str, requests: list[PromptAndParams]) -> Wanted:
+def in_groups(model, name: str, requests: list[PromptAndParams]) -> ExpectedTokens:
     """What `apart` gives each request among those whose length rounds up to the same power."""
     sizes = [(len(text) + params.max_new_tokens - 1).bit_length() for text, params in requests]
     tokens, finished = {}, {}
     for size in sorted(set(sizes)):
-        rows = [row for row, own in enumerate(sizes) if own == size]
+        rows = [row for row, row_size in enumerate(sizes) if row_size == size]
         result = apart(model, name, [requests[row] for row in rows])
         tokens |= dict(zip(rows, result.tokens, strict=True))
         finished |= dict(zip(rows, result.finished, strict=True))
     order = range(len(requests))
-    return Wanted(tuple(tokens[row] for row in order), tuple(finished[row] for row in order))
+    return ExpectedTokens(
+        tuple(tokens[row] for row in order), tuple(finished[row] for row in order)
+    )
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -111,7 +113,7 @@ def test_texts_have_the_target_law(source, monkeypatch):
 def test_a_gamma_that_is_chosen_changes_no_greedy_token(name, sharp, other, monkeypatch):
     """Nor does it compile anything: a second model rests and is caught up, row by row."""
     monkeypatch.setitem(SETTINGS, "auto", SETTINGS[name] | {"gamma": "auto"})
-    greedy = [(text, dataclasses.replace(own, **GREEDY)) for text, own in work(120)]
+    greedy = [(text, dataclasses.replace(params, **GREEDY)) for text, params in work(120)]
     expected = apart(sharp, name, greedy, other)
     engine = engine_of(sharp, "auto", other, steps_per_chunk=1)
     engine.warm_up()
@@ -137,7 +139,7 @@ def test_a_model_on_a_mesh_serves_as_one_device_does(name, sharp):
     assert len(COMPILED) == compiled
 
 
-def test_an_engine_on_a_mesh_takes_turns_with_rings():
+def test_an_engine_on_a_mesh_alternates_with_rings():
     """Rows come and go in slots whose rings earlier rows have wrapped many times."""
     layers = [dataclasses.replace(TINY.layers[0], window=window) for window in (5, None)]
     model = make_decoder(dataclasses.replace(TINY, layers=tuple(layers)), seed=3)

@@ -31,13 +31,13 @@ def test_what_does_not_run_on_a_mesh_is_refused(name, sharp, other):
         engine_of(sharded, name, other)
 
 
-def test_room_for_stop_tokens_begins_with_the_models_own(tiny):
+def test_room_for_stop_tokens_includes_those_of_the_model(tiny):
     model = make_decoder(dataclasses.replace(TINY, stop_tokens=(1, 2, 3)))
     with pytest.raises(ValueError, match="stop_tokens=2 must be at least 3"):
         Engine(model, slots=1, capacity=8, stop_tokens=2)
 
 
-def held(engine: Engine, count: int) -> tuple[int, int]:
+def live_memory(engine: Engine, count: int) -> tuple[int, int]:
     """Arrays and bytes of Python that live after ``count`` requests."""
     for row in range(count):
         request = engine.submit([1 + row % 7, 2, 3], SamplingParams(max_new_tokens=2, seed=row))
@@ -80,10 +80,10 @@ def test_memory_is_flat(engine, count):
     before = engine.stats
     tracemalloc.start()
     try:
-        held(engine, 30)
+        live_memory(engine, 30)
         # Caches of JAX and NumPy hold what the first hundreds of requests put there.
-        arrays, used = held(engine, count // 5)
-        result, after = held(engine, count)
+        arrays, used = live_memory(engine, count // 5)
+        result, after = live_memory(engine, count)
     finally:
         tracemalloc.stop()
     assert result == arrays

@@ -23,7 +23,7 @@ from tests.decode.test_refusals import Handmade, Shape
 
 EXACTLY = StepConfig(0, jspec.NoDraft(), exact=True)
 PLAINLY = StepConfig(0, jspec.NoDraft())
-WIDE = LayerSpec(kv_heads=2, key_size=16, value_size=320)
+LARGE_HEADS = LayerSpec(kv_heads=2, key_size=16, value_size=320)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU refuses nothing here")
@@ -60,7 +60,7 @@ def with_a_gpu(monkeypatch):
         ({"activation": "gelu_tanh"}, "computes its activation gelu_tanh"),
         ({"sinks": True}, "the sigmoid of its sinks"),
         ({"logit_softcap": 30.0}, "the soft cap of its logits"),
-        ({"layers": (WIDE, WIDE)}, "heads of 320 channels are over 256"),
+        ({"layers": (LARGE_HEADS, LARGE_HEADS)}, "heads of 320 channels are over 256"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

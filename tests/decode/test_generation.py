@@ -58,7 +58,7 @@ def test_a_caller_may_end_a_row(sharp, texts):
     assert got.stats.committed == sum(map(len, got.tokens))
 
 
-def test_a_caller_may_end_a_row_within_what_it_was_given(sharp, texts):
+def test_a_caller_may_end_a_row_within_the_tokens_of_a_call(sharp, texts):
     """What is after the end is in no count and no text, also where that is nothing at all."""
     keeps = {0: 0, 1: 1, 2: np.int64(3)}
     got = generate(
@@ -173,26 +173,26 @@ def test_a_stop_token_at_the_limit_is_a_stop(sharp, texts):
     assert generate(sharp, prompts()[:1], params, draft=STREAMING).finished == ("stop",)
 
 
-def test_stop_tokens_of_a_request_count_beside_those_of_the_model(texts):
+def test_stop_tokens_of_a_request_and_of_the_model_count(texts):
     """Neither takes the place of the other, whichever comes first in the text."""
-    own, asked = texts[1][2], texts[0][3]
-    config = dataclasses.replace(ONE_LAYER, stop_tokens=(own,))
+    of_model, asked = texts[1][2], texts[0][3]
+    config = dataclasses.replace(ONE_LAYER, stop_tokens=(of_model,))
     model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
     params = SamplingParams(max_new_tokens=12, stop_tokens=(asked,))
     got = generate(model, prompts()[:4], params, draft=STREAMING)
     for text, tokens in zip(texts, got.tokens, strict=True):
-        ends = [i + 1 for i, token in enumerate(text) if token in (own, asked)]
+        ends = [i + 1 for i, token in enumerate(text) if token in (of_model, asked)]
         assert tokens == text[: min(ends, default=12)]
-    assert {own, asked} <= {tokens[-1] for tokens in got.tokens}
+    assert {of_model, asked} <= {tokens[-1] for tokens in got.tokens}
 
 
-def test_a_request_may_ignore_the_models_stop_tokens_but_not_its_own(texts):
+def test_a_request_may_ignore_stop_tokens_of_the_model_only(texts):
     """Row by row: the other rows end at them as before, also one that comes in later."""
-    own, asked = texts[0][3], texts[0][5]
-    assert own not in texts[0][:3]
+    of_model, asked = texts[0][3], texts[0][5]
+    assert of_model not in texts[0][:3]
     assert asked not in texts[0][:5]
     assert 40 not in texts[0]
-    config = dataclasses.replace(ONE_LAYER, stop_tokens=(own, 40))
+    config = dataclasses.replace(ONE_LAYER, stop_tokens=(of_model, 40))
     model = make_decoder(config, seed=1, embedding=400.0, head=4.0)
     on = dataclasses.replace(TWELVE, ignore_eos=True)
     params = [TWELVE, on, dataclasses.replace(on, stop_tokens=(asked,)), on]
@@ -202,7 +202,7 @@ def test_a_request_may_ignore_the_models_stop_tokens_but_not_its_own(texts):
 
     state = start_decoding(model, prompts()[:1], on)
     assert state.stop_tokens.tolist() == [[-1, -1]]
-    assert fill_slot(model, state, 0, prompts()[0], TWELVE).stop_tokens.tolist() == [[own, 40]]
+    assert fill_slot(model, state, 0, prompts()[0], TWELVE).stop_tokens.tolist() == [[of_model, 40]]
 
 
 def test_a_device_without_memory_says_how_large_the_batch_is(sharp, monkeypatch):

@@ -33,10 +33,10 @@ def test_a_batch_that_grows_gives_the_same_tokens(sharp, other, monkeypatch):
     drafted = {"draft": ModelDraft(), "draft_model": other}
     run = functools.partial(generate, sharp, PROMPTS, PARAMS, steps_per_chunk=2, **drafted)
     whole = run()
-    seen = []
+    grown_sizes = []
 
     def watched(state, capacity, config):
-        seen.append((state.tokens.shape[1], capacity))
+        grown_sizes.append((state.tokens.shape[1], capacity))
         return grow_capacity(state, capacity, config)
 
     monkeypatch.setattr(runner, "grow_capacity", watched)
@@ -44,7 +44,7 @@ def test_a_batch_that_grows_gives_the_same_tokens(sharp, other, monkeypatch):
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     grown = run()
     assert grown.tokens == whole.tokens
-    assert seen == [(12, 24), (24, 44)]
+    assert grown_sizes == [(12, 24), (24, 44)]
 
 
 def test_it_starts_with_what_is_needed_unless_that_is_far_more_than_the_prompt():
@@ -61,7 +61,7 @@ def windowed():
     return make_decoder(dataclasses.replace(TINY, layers=tuple(layers)))
 
 
-def test_every_column_keeps_what_it_held_and_frees_what_it_was(windowed):
+def test_every_column_keeps_its_contents_and_frees_the_old_array(windowed):
     state = start_decoding(windowed, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True)
     assert state.cache.layouts == (LinearLayout(8), RingLayout(4), LinearLayout(8))
     before = jax.tree.map(np.asarray, (state.cache.columns, state.tokens))
@@ -70,10 +70,10 @@ def test_every_column_keeps_what_it_held_and_frees_what_it_was(windowed):
     assert all(x.is_deleted() for x in old)
     assert after.cache.layouts == (LinearLayout(20), RingLayout(4), LinearLayout(20))
     assert after.tokens.shape == (2, 20)
-    found = jax.tree.map(np.asarray, (after.cache.columns, after.tokens))
-    for was, now in zip(*map(jax.tree.leaves, (before, found)), strict=True):
+    after_copy = jax.tree.map(np.asarray, (after.cache.columns, after.tokens))
+    for was, now in zip(*map(jax.tree.leaves, (before, after_copy)), strict=True):
         np.testing.assert_array_equal(now[:, : was.shape[1]], was)
-    assert (found[1][:, 8:] == -1).all()
+    assert (after_copy[1][:, 8:] == -1).all()
     same = grow_capacity(after, 20, PLAIN)
     assert not any(x.is_deleted() for x in jax.tree.leaves(same))
 

@@ -59,15 +59,15 @@ def test_greedy_tokens_stay_as_they_are(name, plain, sharp):
 
 def test_names_and_settings_of_drafts():
     assert named_draft("vegas") == GuidedDraft(Vegas())
-    wanted = Vegas(budget=0.05, collect="all", score="weight", per_head=True)
+    policy = Vegas(budget=0.05, collect="all", score="weight", per_head=True)
     text = "vegas:budget=0.05,collect=all,score=weight,per_head=true"
-    assert named_draft(text) == GuidedDraft(wanted)
+    assert named_draft(text) == GuidedDraft(policy)
     assert named_draft("sparsespec:least=9") == GuidedDraft(SparseSpec(least=9))
     assert named_draft("specextend:page=16") == GuidedDraft(SpecExtend(page=16))
 
 
 @pytest.mark.parametrize("collect", ["ends", "all", "accepted", "last"])
-def test_steps_have_numbers_of_their_own_where_rejected_tokens_score(collect):
+def test_steps_use_separate_random_numbers_where_rejected_tokens_score(collect):
     draft = GuidedDraft(Vegas(collect=collect))
     assert draft.traits.learns_from_rejected == (collect in ("ends", "all"))
     chain = Chain(NgramDraft(), draft)
@@ -88,8 +88,10 @@ def test_a_step_leaves_what_the_next_draft_reads(tiny):
         state, record = run(models, state)
         since = np.asarray(state.draft.since)
         for row, committed in enumerate(np.asarray(record.committed)):
-            wanted = [] if was_done[row] else list(range(before[row], before[row] + committed))
-            assert [p for p in since[row].tolist() if p >= 0] == wanted
+            committed_positions = (
+                [] if was_done[row] else list(range(before[row], before[row] + committed))
+            )
+            assert [p for p in since[row].tolist() if p >= 0] == committed_positions
         for picked in state.draft.picked:
             assert picked.shape == (3, 5)
             live = ~was_done
@@ -129,8 +131,8 @@ def test_more_room_gives_a_ratio_more_room(sharp):
     np.testing.assert_array_equal(grown.tokens, large.tokens)
     # The second row is done: what is picked for it means nothing.
     np.testing.assert_array_equal(grown.done, [False, True])
-    for got, wanted in zip(grown.draft.picked, large.draft.picked, strict=True):
-        np.testing.assert_array_equal(got[:1], wanted[:1])
+    for got, expected in zip(grown.draft.picked, large.draft.picked, strict=True):
+        np.testing.assert_array_equal(got[:1], expected[:1])
 
 
 @pytest.mark.parametrize(
@@ -152,11 +154,11 @@ def test_what_is_not_a_guided_draft_is_refused(made, error, message):
         made()
 
 
-# --- picked anew by hashes -------------------------------------------------------------------
+# --- picked again by hashes ------------------------------------------------------------------
 
 
 def after_steps(model, policy, gamma: int, drafter: Any = None, steps: int = 1):
-    """The models and the state of ragged rows behind some steps, and the draft that comes next."""
+    """The models and the state of ragged rows after some steps, and the draft that comes next."""
     config = StepConfig(gamma, drafter or GuidedDraft(policy))
     models = Models(model, policy=prepare_params(config.cache_policy, model))
     params = [SamplingParams(max_new_tokens=40, temperature=t, seed=7) for t in (1.0, 0.0, 0.6)]
@@ -189,39 +191,42 @@ def read_in_each_layer(policy, state, matrices, step: int, layer: int, row: int,
     ]
     scores = np.sum(bits, axis=(1, 3))
     scores = scores if policy.per_head else np.repeat(scores.sum(0)[None], len(scores), 0)
-    best = [sorted(range(begin), key=lambda p: (-own[p], p))[: policy.budget] for own in scores]
-    return [set(own) | set(since) for own in best]
+    best = [
+        sorted(range(begin), key=lambda p: (-head_scores[p], p))[: policy.budget]
+        for head_scores in scores
+    ]
+    return [set(head_scores) | set(since) for head_scores in best]
 
 
 def drafted_by_definition(policy, models, state, gamma: int, tokens):
     """The logits of a draft of ``tokens [B, gamma]``, pass by pass and row by row, in NumPy."""
     lengths = np.asarray(state.cache.lengths)
     rows, layers = range(len(lengths)), range(len(TINY.layers))
-    held: Any = {
+    cached: Any = {
         (layer, row): [list(state.cache.columns[layer][n][row, : lengths[row]]) for n in names]
         for layer in layers
         for row in rows
         for names in [("keys", "values")]
     }
     read: dict[tuple[int, int], list[set[int]]] = {}
-    fed, found = np.asarray(state.last_token), []
+    fed, logits_per_pass = np.asarray(state.last_token), []
     for index in range(gamma):
 
         def attend(layer, q, k, v, cache, index=index):
             out = np.zeros((*q.shape[:3], v.shape[-1]), np.float32)
             for row in rows:
-                keys, values = held[layer, row]
-                own = read_in_each_layer(
+                keys, values = cached[layer, row]
+                positions_read = read_in_each_layer(
                     *(policy, state, models.policy, index, layer, row),
                     *(np.stack(keys)[: lengths[row]], np.asarray(q)[row, 0]),
                     read.get((layer, row)),
                 )
-                read[layer, row] = own
+                read[layer, row] = positions_read
                 keys.append(np.asarray(k)[row, 0])
                 values.append(np.asarray(v)[row, 0])
                 for head in range(q.shape[2]):
                     kv = head // (q.shape[2] // k.shape[2])
-                    where = sorted(own[kv] | set(range(lengths[row], len(keys))))
+                    where = sorted(positions_read[kv] | set(range(lengths[row], len(keys))))
                     logits = np.stack(keys)[where, kv] @ np.asarray(q)[row, 0, head] / 4.0
                     weights = np.exp(logits - logits.max())
                     out[row, 0, head] = weights @ np.stack(values)[where, kv] / weights.sum()
@@ -229,21 +234,21 @@ def drafted_by_definition(policy, models, state, gamma: int, tokens):
 
         positions = jnp.asarray(lengths + index)[:, None]
         hidden, _ = models.target(jnp.asarray(fed)[:, None], positions, attend, None)
-        found.append(np.asarray(models.target.logits(hidden))[:, 0])
+        logits_per_pass.append(np.asarray(models.target.logits(hidden))[:, 0])
         fed = np.asarray(tokens)[:, index]
-    return np.stack(found, axis=1)
+    return np.stack(logits_per_pass, axis=1)
 
 
 @pytest.mark.parametrize(
     "settings", [{"refresh": 3}, {"refresh": 1, "per_head": True, "collect": "last"}], ids=str
 )
 def test_each_draft_token_reads_what_the_definition_says(settings, tiny):
-    """Behind a verification, of which rows took drafts of several lengths."""
+    """After a verification, of which rows took drafts of several lengths."""
     policy = Vegas(budget=5, least=0, **settings)
     models, state, drafted = after_steps(tiny, policy, 7)
     assert len(set((np.asarray(state.draft.since) >= 0).sum(axis=1).tolist())) > 1
-    wanted = drafted_by_definition(policy, models, state, 7, drafted.tokens)
-    np.testing.assert_allclose(drafted.logits, wanted, atol=2e-4)
+    expected = drafted_by_definition(policy, models, state, 7, drafted.tokens)
+    np.testing.assert_allclose(drafted.logits, expected, atol=2e-4)
     # Verification wrote the codes of its own keys over those of the draft's.
     for columns, matrices in zip(state.cache.columns, models.policy, strict=True):
         codes = hash_encode(columns["keys"], matrices)
@@ -254,16 +259,16 @@ def test_each_draft_token_reads_what_the_definition_says(settings, tiny):
 def test_a_round_of_a_chain_is_a_pass(tiny):
     """Where its first drafter drafts nothing, a round adds a token: the draft is that of passes."""
     policy = Vegas(budget=5, least=0, refresh=2)
-    _, _, wanted = after_steps(tiny, policy, 5, steps=0)
+    _, _, expected = after_steps(tiny, policy, 5, steps=0)
     chain = Chain(NoDraft(), GuidedDraft(policy), inner=1, rounds=5)
     _, _, got = after_steps(tiny, policy, 5, chain, steps=0)
-    np.testing.assert_array_equal(got.tokens, wanted.tokens)
-    np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-4)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.logits, expected.logits, atol=2e-4)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 8])
 @pytest.mark.parametrize("every", [0, 1, 2, 3, 7, 50])
-def test_steps_in_turn(every, count):
+def test_alternating_scan(every, count):
     """Which of them are others, and in which order all of them give what they give."""
 
     def named(other):
@@ -275,10 +280,10 @@ def test_steps_in_turn(every, count):
     (mixed, others), outs = alternating_scan(
         named(0), named(1), every, (jnp.int32(1), jnp.int32(0)), count
     )
-    wanted, right = 1, [int(every > 0 and i > 0 and i % every == 0) for i in range(count)]
+    expected, right = 1, [int(every > 0 and i > 0 and i % every == 0) for i in range(count)]
     for index in range(count):
-        wanted = wanted * 3 + index
-    assert (mixed, others) == (wanted, sum(right))
+        expected = expected * 3 + index
+    assert (mixed, others) == (expected, sum(right))
     assert [x.tolist() for x in outs[:2]] == [list(range(count)), right]
 
 
@@ -289,9 +294,9 @@ def test_without_refresh_a_cache_keeps_no_codes(tiny):
 
 def test_without_hashes_it_says_what_hata_says(tiny):
     """Before the prefill, as for any policy that takes parameters."""
-    found = []
+    messages = []
     for draft in (named_draft("vegas:refresh=2"), SelfDraft(Hata())):
         with pytest.raises(ValueError, match=r"Hata needs parameters; pass jspec\.Mo") as e:
             start_decoding(tiny, prompts((9,)), config=StepConfig(3, draft))
-        found.append(str(e.value))
-    assert found[0] == found[1]
+        messages.append(str(e.value))
+    assert messages[0] == messages[1]

@@ -78,7 +78,7 @@ def test_models_of_the_same_shapes_share_programs(tiny, compiled, monkeypatch):
     assert other.signature != first.signature
 
 
-def test_the_programs_that_ran_last_are_kept():
+def test_the_programs_that_ran_last_stay():
     programs, grow = Programs(limit=3), scaled("grow")
 
     def compilations(*all_times: int) -> int:
@@ -93,13 +93,13 @@ def test_the_programs_that_ran_last_are_kept():
     assert compilations(2) == 1
 
 
-def test_what_a_living_caller_ran_is_kept():
+def test_what_a_living_caller_ran_stays():
     """Two callers run two programs each, of a table for one."""
     programs, grow, x = Programs(limit=1), scaled("hold"), jnp.arange(3)
     first, second = programs.timed(), programs.timed()
     for _ in range(2):
-        for run, own in ((first, (1, 2)), (second, (2, 3))):
-            for times in own:
+        for run, counts in ((first, (1, 2)), (second, (2, 3))):
+            for times in counts:
                 assert run(grow, x, times=times).tolist() == [0, times, 2 * times]
     assert (first.compilations, second.compilations) == (2, 1)
     assert len(programs._compiled) == 1

@@ -75,8 +75,8 @@ def lowered(
     def whole(state):
         cache = create_cache(config.cache_policy, specs, layouts, batch, DTYPE)
         tokens = jnp.zeros((batch, SLOTS), jnp.int32)
-        own = draft.init(models, batch, SLOTS, GAMMA)
-        return dataclasses.replace(state, cache=cache, tokens=tokens, draft=own)
+        draft_state = draft.init(models, batch, SLOTS, GAMMA)
+        return dataclasses.replace(state, cache=cache, tokens=tokens, draft=draft_state)
 
     state = jax.eval_shape(whole, small)
     if program == "chunk":

@@ -89,14 +89,14 @@ def test_a_newcomer_takes_the_rings_of_the_batch(windowed):
     """Those of a larger gamma, and those of a smaller capacity."""
     params = SamplingParams(max_new_tokens=6)
     alone = generate(windowed, [NEWCOMER], params, draft=None).tokens[0]
-    wide, config = (StepConfig(gamma, NgramDraft()) for gamma in (4, 2))
-    state = start_decoding(windowed, [[1, 2], [3]], params, wide, capacity=32)
+    larger, config = (StepConfig(gamma, NgramDraft()) for gamma in (4, 2))
+    state = start_decoding(windowed, [[1, 2], [3]], params, larger, capacity=32)
     grown = grow_capacity(
-        start_decoding(windowed, [[1, 2], [3]], params, wide, capacity=10), 64, wide
+        start_decoding(windowed, [[1, 2], [3]], params, larger, capacity=10), 64, larger
     )
-    for batch, own in ((state, config), (grown, wide)):
-        batch = fill_slot(windowed, batch, 0, NEWCOMER, params, own)
-        batch, _ = decode_chunk(windowed, batch, own, 6)
+    for batch, step_config in ((state, config), (grown, larger)):
+        batch = fill_slot(windowed, batch, 0, NEWCOMER, params, step_config)
+        batch, _ = decode_chunk(windowed, batch, step_config, 6)
         begin = len(NEWCOMER)
         assert batch.tokens[0, begin : batch.lengths[0]].tolist() == list(alone)
 
@@ -132,16 +132,16 @@ def test_what_does_not_fit_is_refused(slot, prompt, params, message, tiny):
     assert not state.cache.keys(0).is_deleted()
 
 
-def test_fresh_seeds_are_each_requests_own(sharp):
+def test_fresh_seeds_differ_between_requests(sharp):
     """Two equal prompts of one batch share random numbers only where they are given one seed."""
     params = SamplingParams(max_new_tokens=30, temperature=1.5)
     fresh = generate(sharp, [[1, 2, 3]] * 2, params, draft=None)
     assert fresh.seeds[0] != fresh.seeds[1]
     assert fresh.tokens[0] != fresh.tokens[1]
-    given = [dataclasses.replace(params, seed=seed) for seed in fresh.seeds]
-    assert generate(sharp, [[1, 2, 3]] * 2, given, draft=None).tokens == fresh.tokens
-    same = generate(sharp, [[1, 2, 3]] * 2, given[0], draft=None)
-    assert same.seeds == (given[0].seed,) * 2
+    seeded = [dataclasses.replace(params, seed=seed) for seed in fresh.seeds]
+    assert generate(sharp, [[1, 2, 3]] * 2, seeded, draft=None).tokens == fresh.tokens
+    same = generate(sharp, [[1, 2, 3]] * 2, seeded[0], draft=None)
+    assert same.seeds == (seeded[0].seed,) * 2
     assert same.tokens[0] == same.tokens[1]
 
 

@@ -151,12 +151,12 @@ def test_a_chunk_is_read_in_one_copy(sharp, monkeypatch):
     chunks = Chunks(options)
     _, chunk = chunks.start(state, np.full(len(state.done), 8))
     record = chunks.finish(chunk)
-    (here,) = read
-    assert len(jax.tree.leaves(here)) == 1
+    (on_device,) = read
+    assert len(jax.tree.leaves(on_device)) == 1
     for name in ("drafted", "accepted", "committed", "tokens", "done"):
-        own = getattr(record, name)
-        assert isinstance(own, np.ndarray)
-        np.testing.assert_array_equal(own, getattr(here, name))
+        field = getattr(record, name)
+        assert isinstance(field, np.ndarray)
+        np.testing.assert_array_equal(field, getattr(on_device, name))
     assert (record.committed == (record.tokens >= 0).sum(axis=2)).all()
     assert (record.accepted <= record.drafted).all()
     assert record.accepted.sum() > 10

@@ -43,7 +43,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(draft):
     assert got.stats.acceptance_rate > 0.4
 
 
-def test_verification_reads_the_targets_own_weights(tiny):
+def test_verification_reads_the_weights_of_the_target(tiny):
     """A copy of another model drafts what is rejected, and nothing else changes."""
     other = quantized_copy(make_decoder(ONE_LAYER, seed=9), "int8")
     params = SamplingParams(max_new_tokens=12)
@@ -56,13 +56,15 @@ def test_verification_reads_the_targets_own_weights(tiny):
 
 def test_a_copy_is_near_and_shares_all_else(tiny):
     copy = quantized_copy(tiny, "int8")
-    mine, own = (jax.tree.leaves(model) for model in (copy, tiny))
-    shared = {id(leaf) for leaf in own}
+    mine, whole = (jax.tree.leaves(model) for model in (copy, tiny))
+    shared = {id(leaf) for leaf in whole}
     fresh = [leaf for leaf in mine if id(leaf) not in shared]
     # A kernel and its scales, of four matrices in each layer and of the head.
     assert sorted({leaf.dtype.name for leaf in fresh}) == ["float32", "int8"]
     assert len(fresh) == 2 * (4 * len(tiny.config.layers) + 1)
-    weights = sum(leaf.size for leaf in own) - sum(leaf.size for leaf in mine if id(leaf) in shared)
+    weights = sum(leaf.size for leaf in whole) - sum(
+        leaf.size for leaf in mine if id(leaf) in shared
+    )
     assert sum(leaf.nbytes for leaf in fresh if leaf.dtype.name == "int8") == weights
     assert isinstance(copy.layers[0].mlp.down.kernel.get_value(), Quantized)
     tokens = np.array(prompts((24,)), np.int32)
@@ -77,11 +79,11 @@ def test_a_copy_in_mxfp4_reads_4_bits_a_weight():
     assert isinstance(kernel, MXFP4)
     shared = {id(leaf) for leaf in jax.tree.leaves(model)}
     fresh = [leaf for leaf in jax.tree.leaves(copy) if id(leaf) not in shared]
-    own = {id(leaf) for leaf in jax.tree.leaves(copy)}
-    weights = sum(leaf.size for leaf in jax.tree.leaves(model) if id(leaf) not in own)
+    copied = {id(leaf) for leaf in jax.tree.leaves(copy)}
+    weights = sum(leaf.size for leaf in jax.tree.leaves(model) if id(leaf) not in copied)
     assert sum(leaf.nbytes for leaf in fresh) == weights * 17 / 32
     tokens = np.array(prompts((24,)), np.int32)
-    got, want = (full_logits(own, tokens).ravel() for own in (copy, model))
+    got, want = (full_logits(each, tokens).ravel() for each in (copy, model))
     assert 0.9 < np.corrcoef(got, want)[0, 1] < 0.999
 
 

@@ -191,9 +191,9 @@ def test_a_config_may_keep_its_layers_in_a_list(tiny):
         start_decoding(Handmade(Shape(layers=[spec])), [[]], SamplingParams())
 
 
-def skip(function, models, cache, own, *args, **static):
+def skip(function, models, cache, rows_state, *args, **static):
     """In the place of the prefill, whose program nothing here needs."""
-    return cache, own
+    return cache, rows_state
 
 
 def test_the_context_takes_as_many_tokens_as_it_says(tiny):

@@ -45,19 +45,19 @@ def submit(engine):
 def test_tokens_come_while_the_request_is_read(engine, submit, alone):
     """Reading one drives all; the other keeps its tokens for whoever reads it late."""
     first, second = submit(0, 1)
-    seen = []
+    streamed = []
     for token in first:
-        seen.append(token)
-        if len(seen) == 1:
+        streamed.append(token)
+        if len(streamed) == 1:
             assert first.finished is None
-    assert tuple(seen) == alone[0]
+    assert tuple(streamed) == alone[0]
     assert first.finished == "length"
     assert len(second.tokens) >= 16  # they went on side by side
     assert second.result() == alone[1]
     assert tuple(second) == tuple(second) == alone[1]
 
 
-def test_two_readers_in_turn(submit, alone):
+def test_two_readers_alternate(submit, alone):
     (request,) = submit(3)
     readers = [iter(request), iter(request)]
     pairs = [(next(readers[0]), next(readers[1])) for _ in alone[3]]
@@ -92,9 +92,9 @@ def test_one_that_waits_and_one_that_runs_are_cancelled(engine, submit, alone):
     waiting.cancel()
     assert (waiting.finished, waiting.tokens) == ("cancelled", ())
     assert 0 < len(running.tokens) < 20
-    kept = running.tokens
+    tokens = running.tokens
     engine.run()
-    assert running.result() == tuple(running) == kept == alone[0][: len(kept)]
+    assert running.result() == tuple(running) == tokens == alone[0][: len(tokens)]
     assert (other.tokens, last.tokens) == (alone[1], alone[3])
     last.cancel()
     assert last.finished == "length"  # as it had ended before
@@ -115,7 +115,7 @@ def test_one_whose_prompt_is_at_work_is_cancelled(engine, submit, alone):
     assert [x.tokens for x in (first, second, fourth)] == [alone[i] for i in (0, 1, 3)]
 
 
-def test_a_callback_hears_all_and_may_end_the_request(engine, submit, alone):
+def test_a_callback_gets_all_tokens_and_may_end_the_request(engine, submit, alone):
     heard: dict[str, list[int]] = {"all": [], "some": [], "none": []}
 
     def some(tokens):
@@ -137,7 +137,7 @@ def test_a_callback_hears_all_and_may_end_the_request(engine, submit, alone):
     assert heard["none"] == list(alone[2][:4])
 
 
-def test_what_a_callback_raises_ends_its_own_request(engine, submit, alone):
+def test_what_a_callback_raises_ends_that_request_alone(engine, submit, alone):
     calls = []
 
     def fails(tokens):
@@ -233,7 +233,7 @@ def test_an_exception_leaves_every_handle_its_tokens(
     sharp, monkeypatch, alone, error, caught, ahead
 ):
     """``ahead``: while a chunk is at work, which is lost."""
-    kept = [4, 0, 0, 0, 0] if ahead else [8, 4, 0, 0, 0]
+    lengths = [4, 0, 0, 0, 0] if ahead else [8, 4, 0, 0, 0]
     monkeypatch.setattr(chunks, "SHORT", math.inf if ahead else 0)
     monkeypatch.setattr(chunks, "HOST_SECONDS", math.inf)  # or a slow machine waits for slots
     engine, start, calls = make(sharp), Chunks.start, []
@@ -251,8 +251,8 @@ def test_an_exception_leaves_every_handle_its_tokens(
         engine.run()
     assert ended.finished == "length"
     assert [request.finished for request in requests] == ["interrupted"] * 5
-    assert [len(request.tokens) for request in requests] == kept
-    assert all(x.tokens == own[: len(x.tokens)] for x, own in zip(requests, alone, strict=True))
+    assert [len(request.tokens) for request in requests] == lengths
+    assert all(x.tokens == text[: len(x.tokens)] for x, text in zip(requests, alone, strict=True))
     if isinstance(error, KeyboardInterrupt):
         assert requests[0].result() == tuple(requests[0]) == requests[0].tokens
     else:

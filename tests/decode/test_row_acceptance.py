@@ -62,11 +62,11 @@ def test_a_row_goes_by_others_until_it_is_known():
     """By the definition, step for step; what others took is forgotten."""
     rng, rows = np.random.default_rng(0), RowAcceptance(3, 4, 3, together=False)
     begun, gone_on, others = np.zeros((3, 4)), np.zeros((3, 4)), rng.random((2, 4))
-    for turn, gamma in enumerate((4, 2, 4)):
+    for index, gamma in enumerate((4, 2, 4)):
         accepted, live = rng.integers(0, gamma + 1, (STEPS, 3)), rng.random((STEPS, 3)) < 0.8
-        live[:, 2] &= turn > 0
+        live[:, 2] &= index > 0
         first = rows.saw(gamma, accepted, live)
-        new = ([0, 1], [2], [])[turn]
+        new = ([0, 1], [2], [])[index]
         right = [[(accepted[live[:, r], r] >= n).sum() for n in range(gamma + 1)] for r in new]
         assert first.tolist() == right
         begun[:, :gamma] *= 0.5 ** (STEPS / MEMORY)
@@ -96,8 +96,8 @@ def test_rows_that_are_waited_for_together_need_as_many_steps_as_the_last():
     results = []
     for kinds in itertools.product(others, repeat=3):
         steps = [
-            2 * math.ceil(own / (1 + np.cumprod(kind[:2]).sum()) / 2)
-            for own, kind in zip(left, kinds, strict=True)
+            2 * math.ceil(tokens_left / (1 + np.cumprod(kind[:2]).sum()) / 2)
+            for tokens_left, kind in zip(left, kinds, strict=True)
         ]
         results.append(max(steps))
     assert rows.tokens(2, left, others) == pytest.approx(160 / (2 * np.mean(results)))

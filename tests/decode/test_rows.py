@@ -67,8 +67,8 @@ def test_rows_arrive_bit_by_bit(batch, rows):
 def test_rows_are_in_their_slots_and_those_past_the_end_nowhere(batch, rows, slots):
     new = of(batch, rows)
     expected = [np.array(x) for x in jax.tree.leaves(batch)]
-    for whole, own in zip(expected, jax.tree.leaves(new), strict=True):
-        for slot, row in zip(slots, own, strict=True):
+    for whole, rows_of_field in zip(expected, jax.tree.leaves(new), strict=True):
+        for slot, row in zip(slots, rows_of_field, strict=True):
             if slot < 4:
                 whole[(slot, *map(slice, row.shape))] = row
 
@@ -76,8 +76,8 @@ def test_rows_are_in_their_slots_and_those_past_the_end_nowhere(batch, rows, slo
     def insert(batch, packed):
         rows, slots = packed.unpacked(batch)
 
-        def write(x, own):
-            return x.at[slots, : own.shape[1]].set(own, mode="drop")
+        def write(x, rows_of_field):
+            return x.at[slots, : rows_of_field.shape[1]].set(rows_of_field, mode="drop")
 
         return insert_rows(batch, rows, slots, write)
 

@@ -69,8 +69,8 @@ def test_every_backend_gives_the_same_tokens(source, hot, sharp, monkeypatch):
         ("streaming", "block"),
     ],
 )
-def test_a_request_has_its_own_tokens(source, rule, sharp, other):
-    """In any row, beside any neighbours, alone, and however the work is cut."""
+def test_a_request_has_the_same_tokens_in_any_batch(source, rule, sharp, other):
+    """In any row, among any others, alone, and however the work is cut."""
     second = other if source == "model" else None
     run = functools.partial(generate, sharp, draft=DRAFTERS[source], draft_model=second, rule=rule)
     texts, params = prompts(), mixed_requests()
@@ -118,7 +118,7 @@ def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, mo
 
     Verification gets the same seeds; under the block rule it makes them itself.
     """
-    seen, judged = [], []
+    draft_seeds, judged = [], []
     verify = step_module.verify_stochastic
 
     def listening(tokens, logits, lengths, stops, sampling, *rest, **settings):
@@ -129,14 +129,14 @@ def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, mo
         traits = DrafterTraits(learns_from_rejected=learns)
 
         def draft(self, models, state, gamma):
-            seen.append(state.sampling.seeds)
+            draft_seeds.append(state.sampling.seeds)
             return super().draft(models, state, gamma)
 
     config = StepConfig(2, Listening(), rule=rule)
     hot = SamplingParams(temperature=1.0, seed=9, max_new_tokens=4)
     state = prefill.start_decoding(sharp, [[1, 2, 3], [4]], [hot, hot], config)
     _, after = step_module.draft(Models(sharp), state, config)
-    np.testing.assert_array_equal(seen[0], expected)
+    np.testing.assert_array_equal(draft_seeds[0], expected)
     np.testing.assert_array_equal(after.sampling.seeds, [9, 9])
     monkeypatch.setattr(step_module, "verify_stochastic", listening)
     step_module.decode_step(Models(sharp), after, config)

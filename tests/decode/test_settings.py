@@ -91,7 +91,7 @@ def test_settings_are_frozen_and_hashable(setting):
         ("streaming:window=240,sinks=4", SelfDraft(Streaming(sinks=4, window=240))),
     ],
 )
-def test_a_drafter_is_found_by_name(text, expected):
+def test_a_drafter_has_a_name(text, expected):
     assert named_draft(text) == expected
 
 

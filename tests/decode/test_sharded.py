@@ -93,16 +93,16 @@ def test_a_model_that_was_loaded_onto_a_mesh_has_the_tokens_of_one_device():
 
 @both_kinds
 def test_a_request_goes_into_a_slot_of_a_state_on_a_mesh(kind):
-    """Prefill beside sharded weights, and the row into a sharded cache."""
+    """Prefill with sharded weights, and the row into a sharded cache."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     model = jspec.load_model(GOLDEN / "qwen3", sharding=functools.partial(weight, mesh))
-    own, config = params(MODES[0]), config_of(NGRAM)
+    row_params, config = params(MODES[0]), config_of(NGRAM)
     state = jspec.start_decoding(
-        model, [[1]] * 8, own, config, sharding=functools.partial(of_state, mesh)
+        model, [[1]] * 8, row_params, config, sharding=functools.partial(of_state, mesh)
     )
     before = jax.tree.map(lambda x: x.sharding, state)
     keys = np.asarray(state.cache.keys(0))
-    state = jspec.fill_slot(model, state, 5, [1, 2, 3], own[5], config)
+    state = jspec.fill_slot(model, state, 5, [1, 2, 3], row_params[5], config)
     assert state.tokens[:, :4].tolist() == [
         [1, 2, 3, -1] if i == 5 else [1, -1, -1, -1] for i in range(8)
     ]

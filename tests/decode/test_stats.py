@@ -39,10 +39,10 @@ def counted(prompt, truth, stops, limit, draft_limit, gamma) -> list[tuple[int, 
 def test_statistics_equal_an_independent_count(gamma, sharp):
     # Prompts that end in the model's own circles: what is copied from them is accepted, and may
     # hold the stop tokens, of which some come early, some late, some never.
-    own = SamplingParams(max_new_tokens=40)
-    begun = generate(sharp, prompts(), own, draft=None).tokens
+    greedy = SamplingParams(max_new_tokens=40)
+    begun = generate(sharp, prompts(), greedy, draft=None).tokens
     texts = [[*text, *new] for text, new in zip(prompts(), begun, strict=True)]
-    truth = generate(sharp, texts, own, draft=None).tokens
+    truth = generate(sharp, texts, greedy, draft=None).tokens
     stops = [(tokens[3 * row],) if row % 2 else () for row, tokens in enumerate(truth)]
     params = [
         SamplingParams(max_new_tokens=new, stop_tokens=stop, draft_limit=limit)
@@ -149,9 +149,9 @@ def test_merged_statistics_are_the_sum(sharp):
     for name in names.split():
         assert getattr(merged, name) == sum(getattr(part, name) for part in parts)
     for index, at in enumerate(merged.acceptance_by_position):
-        here = [p.acceptance_by_position[index] for p in parts if index < p_length(p)]
-        assert at.attempts == sum(p.attempts for p in here)
-        assert at.accepted == sum(p.accepted for p in here)
+        present = [p.acceptance_by_position[index] for p in parts if index < p_length(p)]
+        assert at.attempts == sum(p.attempts for p in present)
+        assert at.accepted == sum(p.accepted for p in present)
     assert p_length(merged) == 4
 
 

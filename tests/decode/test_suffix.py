@@ -23,13 +23,13 @@ append = jax.jit(SuffixIndex.append)
 
 def matches(text: list[int]) -> list[int]:
     """The longest common suffix of ``text[:j + 1]`` and ``text`` for each j before the last."""
-    found = []
+    lengths = []
     for end in range(len(text) - 1):
         length = 0
         while length <= end and text[end - length] == text[-1 - length]:
             length += 1
-        found.append(length)
-    return found
+        lengths.append(length)
+    return lengths
 
 
 def drafted(text: list[int], gamma: int, draft: SuffixDraft) -> list[int]:
@@ -45,12 +45,12 @@ def drafted(text: list[int], gamma: int, draft: SuffixDraft) -> list[int]:
 
 def texts_of(rng: np.random.Generator, rows: int) -> list[list[int]]:
     """Random texts of few and many symbols, some of which repeat themselves for long."""
-    found = []
+    texts = []
     for row in range(rows):
         text = rng.integers(0, 1 + row % 4, rng.integers(0, CAPACITY + 1))
         period = rng.integers(1, 30)
-        found.append((np.resize(text[:period], len(text)) if row % 3 else text).tolist())
-    return found
+        texts.append((np.resize(text[:period], len(text)) if row % 3 else text).tolist())
+    return texts
 
 
 def check_index(index: SuffixIndex, texts: list[list[int]]) -> None:
@@ -73,7 +73,7 @@ def test_the_index_equals_its_definition(piece):
     lengths = np.array([len(text) for text in texts])
     while (known < lengths).any():
         counts = np.minimum(rng.integers(0, piece + 1, 40), lengths - known)
-        tokens = rng.integers(0, 4, (40, piece))  # what lies behind a count means nothing
+        tokens = rng.integers(0, 4, (40, piece))  # tokens past a count mean nothing
         for row, text in enumerate(texts):
             tokens[row, : counts[row]] = text[known[row] : known[row] + counts[row]]
         index = append(index, jnp.asarray(tokens, jnp.int32), jnp.asarray(counts, jnp.int32))
@@ -101,7 +101,7 @@ def check_state(state, draft: SuffixDraft, gamma: int) -> int:
 
 
 def test_a_state_drafts_by_the_definition_from_its_prefill_on(sharp):
-    """Prompts in pieces beside groups of 16, committed blocks, growth and another request."""
+    """Prompts in pieces, groups of 16, committed blocks, growth and another request."""
     draft = SuffixDraft(min_match=2, factor=1.5)
     config = StepConfig(5, draft)
     params = SamplingParams(max_new_tokens=24)

@@ -70,8 +70,8 @@ class Haunted(Drafter):
         logits = -3.0 * jax.nn.one_hot(before, 3)
         tokens = draft_module.sample(logits, state.sampling, where, Role.DRAFT, filtered=False)
         lengths = jnp.full(state.lengths.shape, gamma, jnp.int32)
-        own = state.draft.at[rows, where].set(tokens, mode="drop")
-        return Drafted(tokens, lengths, logits), dataclasses.replace(state, draft=own)
+        tokens_drafted = state.draft.at[rows, where].set(tokens, mode="drop")
+        return Drafted(tokens, lengths, logits), dataclasses.replace(state, draft=tokens_drafted)
 
 
 SOURCES = {

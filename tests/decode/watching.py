@@ -30,10 +30,10 @@ class Watched:
         return list(itertools.accumulate({"start": 1, "finish": -1}[call] for call in self.calls))
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, short: float, turn: float | None = None) -> Watched:
-    """What is seen from now on, where chunks below ``short`` seconds are short.
+def watched(monkeypatch: pytest.MonkeyPatch, short: float, idle: float | None = None) -> Watched:
+    """What is started and read from now on, where chunks below ``short`` seconds are short.
 
-    ``turn``: seconds that idle rows may cost, None for as many.
+    ``idle``: seconds that idle rows may cost, None for as many.
     """
     observed = Watched()
 
@@ -47,7 +47,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, short: float, turn: float | None = 
         return observed.records[-1]
 
     monkeypatch.setattr(chunks, "SHORT", short)
-    monkeypatch.setattr(chunks, "HOST_SECONDS", short if turn is None else turn)
+    monkeypatch.setattr(chunks, "HOST_SECONDS", short if idle is None else idle)
     monkeypatch.setattr(Chunks, "start", started)
     monkeypatch.setattr(Chunks, "finish", finished)
     return observed

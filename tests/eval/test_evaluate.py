@@ -90,13 +90,13 @@ def oracle(monkeypatch, tokenizer, say):
 
     def generate(model, prompts, params, *, on_tokens, **settings):
         calls.append((len(prompts), settings))
-        for row, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            assert len(prompt) + own.max_new_tokens == LENGTH
+        for row, (prompt, limits) in enumerate(zip(prompts, params, strict=True)):
+            assert len(prompt) + limits.max_new_tokens == LENGTH
             tokens = tokenizer.encode(say(tokenizer.decode(prompt)), special=False)
             for begin in range(0, len(tokens), 3):
-                taken = on_tokens(row, tuple(tokens[begin : begin + 3]))
-                if taken is not None:
-                    assert 1 <= taken <= 3
+                count = on_tokens(row, tuple(tokens[begin : begin + 3]))
+                if count is not None:
+                    assert 1 <= count <= 3
                     break
         return type("Generation", (), {"stats": Stats.merged([])})
 
@@ -123,10 +123,10 @@ def test_right_answers_score_100_and_the_first_line_alone_counts(monkeypatch, to
 
     calls = oracle(monkeypatch, tokenizer, say)
     score = evaluate(model, tokenizer, Quest(), questions, length=LENGTH, batch=5)
-    wanted = dict.fromkeys(ruler.TASKS, 100.0)
-    wanted |= {"single_needle": 0.0, "multikey_words": 0.0, "frequent_words": 200 / 3}
-    assert score.scores == pytest.approx(wanted)
-    assert score.score == pytest.approx(np.mean(list(wanted.values())))
+    expected = dict.fromkeys(ruler.TASKS, 100.0)
+    expected |= {"single_needle": 0.0, "multikey_words": 0.0, "frequent_words": 200 / 3}
+    assert score.scores == pytest.approx(expected)
+    assert score.score == pytest.approx(np.mean(list(expected.values())))
     assert len(score.each) == len(score.answers) == 18
     # The last batch is filled up, so that all have one shape.
     assert [count for count, _ in calls] == [5, 5, 5, 5]
@@ -159,8 +159,8 @@ def test_policies_share_a_prefill(monkeypatch, tokenizer, model):
     scores = evaluate_all(model, tokenizer, runs, questions, **settings)
     assert [score.score for score in scores] == [100.0, 100.0]
     assert (prefills, heard) == ([2, 2], [2, 2, 1, 1])
-    assert [own["prefilled"] for _, own in calls] == [1, 1, 2, 2]
-    assert [own.get("target") for _, own in calls] == [Quest(), None] * 2
+    assert [settings["prefilled"] for _, settings in calls] == [1, 1, 2, 2]
+    assert [settings.get("target") for _, settings in calls] == [Quest(), None] * 2
     # One policy alone needs no copy of what its prefill leaves.
     evaluate_all(model, tokenizer, runs[:1], questions, **settings)
     assert len(prefills) == 2
@@ -196,7 +196,7 @@ def test_the_shortest_question_is_asked_where_it_just_fits(tokenizer):
         needle_question(tokenizer, least - 1, 0.5, 0)
 
 
-def test_answers_to_own_questions_go_on_behind_a_line_break(monkeypatch, tokenizer, model):
+def test_answers_to_questions_of_a_file_go_on_after_a_line_break(monkeypatch, tokenizer, model):
     question = Question("summary", b"Tell the story.", ("one two",))
     oracle(monkeypatch, tokenizer, lambda text: "one\ntwo\nthree")
     (asked,) = tokenized_questions(tokenizer, [question], LENGTH, 7)
@@ -213,11 +213,11 @@ def test_the_command_prints_json_and_tables(small, capsys):
     asked = ["eval", "ruler", "--length", "1300", "--examples", "1", "--only", "single_needle"]
     asked += ["--no-compile-cache", "--policy", "streaming"]
     assert cli.main([*asked, "--budget", "64", "--json", "--answers"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["score"] == found["scores"]["single_needle"] == 0.0  # random weights
-    assert (found["policy"], found["budget"], found["length"]) == ("streaming", 64, 1300)
-    assert found["questions"] == len(found["answers"]) == 1
-    assert found["environment"]["device"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["score"] == printed["scores"]["single_needle"] == 0.0  # random weights
+    assert (printed["policy"], printed["budget"], printed["length"]) == ("streaming", 64, 1300)
+    assert printed["questions"] == len(printed["answers"]) == 1
+    assert printed["environment"]["device"]
     assert cli.main([*asked, "--policy", "dense", "--draft"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""  # no terminal, no bar
@@ -231,10 +231,10 @@ def test_all_tasks_of_ruler_fit_80_columns(capsys, monkeypatch):
     """A long policy is folded; no heading and no figure is cut."""
     monkeypatch.setenv("COLUMNS", "80")
     policy, arguments = "streaming:positions=window", argparse.Namespace(draft=True)
-    found = {"policy": policy, "budget": 0.0312, "score": 100.0, "stats": {}}
-    found["scores"] = dict.fromkeys(TASKS, 100.0)
-    found["stats"]["mean_accepted_length"] = 12.34
-    Console().print(command._table([found], arguments))
+    result = {"policy": policy, "budget": 0.0312, "score": 100.0, "stats": {}}
+    result["scores"] = dict.fromkeys(TASKS, 100.0)
+    result["stats"]["mean_accepted_length"] = 12.34
+    Console().print(command._table([result], arguments))
     head, body = (lines := capsys.readouterr().out.splitlines())[:3], lines[3:]
     assert max(map(len, lines)) <= 80
     words = [word for task in TASKS for word in task.split("_")]
@@ -245,7 +245,7 @@ def test_all_tasks_of_ruler_fit_80_columns(capsys, monkeypatch):
 
 def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    tasks = tmp_path / "own.jsonl"
+    tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"input": "a b", "outputs": ["zz"]}\n')
     monkeypatch.setattr(heatmap, "DEPTHS", (0.0, 1.0))
     picture = tmp_path / "needles.png"
@@ -257,8 +257,12 @@ def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
     assert "--length 5200 exceeds the model's context of 4096" in capsys.readouterr().err
     asked[3] = "1600"
     assert cli.main([*asked, "--no-compile-cache", "--json", "--heatmap", str(picture)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["scores"], found["metric"], found["policy"]) == ({"own": 0.0}, "recall", "dense")
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["scores"], printed["metric"], printed["policy"]) == (
+        {"tasks": 0.0},
+        "recall",
+        "dense",
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -7,7 +7,7 @@ from jspec.eval.metrics import METRICS
 
 
 @pytest.mark.parametrize(
-    ("metric", "output", "answers", "wanted"),
+    ("metric", "output", "answers", "expected"),
     [
         ("recall", "Red and BLUE.", ["blue", "green"], 0.5),
         ("recall", "", ["blue"], 0),
@@ -28,8 +28,8 @@ from jspec.eval.metrics import METRICS
         ("edit", "", ["x"], 0),
     ],
 )
-def test_a_metric_is_what_its_benchmark_says(metric, output, answers, wanted):
-    assert METRICS[metric](output, answers) == pytest.approx(wanted)
+def test_a_metric_is_what_its_benchmark_says(metric, output, answers, expected):
+    assert METRICS[metric](output, answers) == pytest.approx(expected)
 
 
 def test_the_command_names_all_of_them():

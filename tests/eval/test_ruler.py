@@ -77,13 +77,13 @@ def test_training_answers_follow_from_the_text_before(length, seed):
     text, spans = ruler.training_document(length, np.random.default_rng(seed))
     assert len(text) <= length
     assert spans == sorted(spans)
-    seen = set()
+    asked = set()
     for start, end in spans:
         assert solve(text[:start].decode()) == text[start:end].decode().split(" ")
         assert text[end : end + 2] == b".\n"
         question = text[:start].rpartition(b"Question: ")[2]
-        assert question not in seen
-        seen.add(question)
+        assert question not in asked
+        asked.add(question)
 
 
 def test_training_documents_cover_all_kinds_and_often_end_with_a_question():
@@ -119,8 +119,8 @@ def test_bounds_on_lines_and_questions_hold():
         text, _ = ruler.training_document(8192, rng)
         for match in re.finditer(rb"Question: .*\nAnswer: .*\n", text):
             longest = max(longest, len(match[0]))
-        own = [line for line in text.splitlines(keepends=True) if line[:3] in (b"Log", b"Lis")]
-        assert all(len(line) <= MAX_LINE_BYTES for line in own)
+        listed = [line for line in text.splitlines(keepends=True) if line[:3] in (b"Log", b"Lis")]
+        assert all(len(line) <= MAX_LINE_BYTES for line in listed)
     name = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS))
     assert longest <= MAX_ASK_BYTES
     assert (

@@ -24,13 +24,13 @@ def measure(ratio: float, gamma: int) -> Trial:
 
 def test_the_three_steps():
     result = tune(measure, RATIOS, GAMMAS)
-    assert [own.ratio for own in result.acceptance] == sorted(RATIOS)
-    assert {own.gamma for own in result.acceptance} == {12}
+    assert [measured.ratio for measured in result.acceptance] == sorted(RATIOS)
+    assert {measured.gamma for measured in result.acceptance} == {12}
     assert result.settled == 0.05
-    assert [own.gamma for own in result.gammas] == [2, 6, 12]
-    fastest = max((measure(0.05, gamma) for gamma in GAMMAS), key=lambda own: own.tokens_per_s)
+    assert [measured.gamma for measured in result.gammas] == [2, 6, 12]
+    fastest = max((measure(0.05, gamma) for gamma in GAMMAS), key=lambda x: x.tokens_per_s)
     assert result.best.gamma == fastest.gamma == 6
-    assert {own.gamma for own in result.ratios} == {6}
+    assert {measured.gamma for measured in result.ratios} == {6}
     every = [measure(ratio, 6).tokens_per_s for ratio in RATIOS]
     assert result.best.tokens_per_s == max(every)
 

@@ -132,9 +132,9 @@ def _converted(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[s
             result[name] = value + 1
         elif family == "gpt_oss" and ".experts.gate_up_proj" in name:
             bias = name.endswith("_bias")
-            for part, own in (("gate", value[..., ::2]), ("up", value[..., 1::2])):
+            for part, half in (("gate", value[..., ::2]), ("up", value[..., 1::2])):
                 called = re.sub(r"gate_up_proj(_bias)?", f"{part}_proj", name)
-                result[f"{called}.{'bias' if bias else 'weight'}"] = own if bias else own.mT
+                result[f"{called}.{'bias' if bias else 'weight'}"] = half if bias else half.mT
         elif family == "gpt_oss" and ".experts.down_proj" in name:
             bias = name.endswith("_bias")
             called = name.removesuffix("_bias") + (".bias" if bias else ".weight")

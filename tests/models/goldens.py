@@ -244,9 +244,9 @@ def _write_mxfp4(model, path: Path, tokens: np.ndarray) -> np.ndarray:
             shape = (count, outputs, inputs // 32)
             blocks = torch.from_numpy(rng.integers(0, 256, (*shape, 16), np.uint8))
             scales = torch.from_numpy(rng.integers(122, 126, shape, np.uint8))
-            wide = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            dequantized = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
             with torch.no_grad():
-                kernel.copy_(wide)
+                kernel.copy_(dequantized)
             del tensors[name]
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})

@@ -58,8 +58,8 @@ def logits_of(model: Decoder, tokens: np.ndarray, chunks: Sequence[Sequence[int]
         new = np.asarray(chunk, np.int32)[:, None]
         columns = np.arange(width, dtype=np.int32)[None]
         positions = np.where(columns < new, done[:, None] + columns, -1)
-        taken = np.take_along_axis(tokens, np.maximum(positions, 0), axis=1)
-        logits, cache = _step(model, jnp.asarray(taken), jnp.asarray(positions), cache)
+        new_tokens = np.take_along_axis(tokens, np.maximum(positions, 0), axis=1)
+        logits, cache = _step(model, jnp.asarray(new_tokens), jnp.asarray(positions), cache)
         for row in range(batch):
             count = chunk[row]
             out[row, done[row] : done[row] + count] = logits[row, :count]
@@ -87,7 +87,7 @@ def ragged(tokens: np.ndarray, seed: int = 0) -> list[list[int]]:
 
 def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a Llama checkpoint without biases, written out from the sizes."""
-    hidden, wide, vocab = (
+    hidden, intermediate, vocab = (
         config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
     )
     queries, keys = (
@@ -104,9 +104,9 @@ def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
             "self_attn.k_proj": (keys, hidden),
             "self_attn.v_proj": (keys, hidden),
             "self_attn.o_proj": (hidden, queries),
-            "mlp.gate_proj": (wide, hidden),
-            "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (hidden, wide),
+            "mlp.gate_proj": (intermediate, hidden),
+            "mlp.up_proj": (intermediate, hidden),
+            "mlp.down_proj": (hidden, intermediate),
         }
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
     return shapes

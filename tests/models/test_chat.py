@@ -80,7 +80,7 @@ def test_what_is_no_template_is_refused():
         template("{% for m in messages %}")
 
 
-def test_a_template_is_found_where_tokenizers_keep_it(tmp_path):
+def test_a_template_is_read_where_tokenizers_keep_it(tmp_path):
     settings, file = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.jinja"
     assert load_chat_template(tmp_path) is None
 

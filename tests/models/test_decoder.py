@@ -104,13 +104,13 @@ def expected_logits(w, config: ModelConfig, tokens):
     x, eps = w["embedding"][tokens], config.norm_eps
     for layer, spec in enumerate(config.layers):
         prefix = f"layers.{layer}."
-        own = {k.removeprefix(prefix): v for k, v in w.items() if k.startswith(prefix)}
-        attention = {k.removeprefix("attention."): v for k, v in own.items()}
-        y = np.array([rms_norm(row, own["attention_norm.scale"], eps) for row in x])
+        layer_weights = {k.removeprefix(prefix): v for k, v in w.items() if k.startswith(prefix)}
+        attention = {k.removeprefix("attention."): v for k, v in layer_weights.items()}
+        y = np.array([rms_norm(row, layer_weights["attention_norm.scale"], eps) for row in x])
         x = x + attention_layer(y, attention, spec, config)
-        y = np.array([rms_norm(row, own["mlp_norm.scale"], eps) for row in x])
-        gate, up = (y @ own["mlp.gate_up.kernel"][:, row] for row in (0, 1))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down.kernel"]
+        y = np.array([rms_norm(row, layer_weights["mlp_norm.scale"], eps) for row in x])
+        gate, up = (y @ layer_weights["mlp.gate_up.kernel"][:, row] for row in (0, 1))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer_weights["mlp.down.kernel"]
     return np.array([rms_norm(row, w["norm.scale"], eps) for row in x]) @ w["head.kernel"]
 
 
@@ -119,11 +119,11 @@ def test_layers_may_differ_in_heads_sizes_and_rope():
     tokens = np.array([[3, 1, 12, 0, 7, 7, 5, 9, 2]], np.int32)
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
     run = jax.jit(lambda model, tokens, positions: model(tokens, positions, causal, []))
-    hidden, given = run(model, tokens, positions)
+    hidden, projections = run(model, tokens, positions)
     weights = {name: value.astype(np.float64) for name, value in parameters(model).items()}
     want = expected_logits(weights, UNEQUAL, tokens[0])
     np.testing.assert_allclose(model.logits(hidden)[0], want, atol=1e-4 * want.std(), rtol=0)
-    for spec, (q, k, v) in zip(UNEQUAL.layers, given, strict=True):
+    for spec, (q, k, v) in zip(UNEQUAL.layers, projections, strict=True):
         assert q.shape == (1, 9, 4, spec.key_size)
         assert k.shape == (1, 9, spec.kv_heads, spec.key_size)
         assert v.shape == (1, 9, spec.kv_heads, spec.value_size)
@@ -163,9 +163,9 @@ def test_a_seed_gives_the_weights_that_separate_projections_had():
     arrays = {f"attention.{name}.kernel": draw(32, size) for name, size in outputs.items()}
     arrays["attention.out.kernel"] = draw(64, 32)
     arrays |= {f"mlp.{name}.kernel": draw(32, 48) for name in ("gate", "up")}
-    own = parameters(Decoder(TINY, rngs=nnx.Rngs(3)))
+    initial = parameters(Decoder(TINY, rngs=nnx.Rngs(3)))
     for name, want in together(jax.device_get(arrays), 2).items():
-        np.testing.assert_allclose(own[f"layers.0.{name}"], want, rtol=1e-6, atol=0)
+        np.testing.assert_allclose(initial[f"layers.0.{name}"], want, rtol=1e-6, atol=0)
 
 
 def test_values_in_keys_are_refused():

@@ -215,8 +215,8 @@ def test_the_language_model_beside_images(tmp_path, prefix):
 def test_centered_norms_are_computed_in_float32():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 8)), jnp.bfloat16)
     scale = jnp.full(8, 2.0**-9, jnp.bfloat16)
-    wide = np.asarray(x, np.float32)
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * (1 + 2.0**-9)
+    x32 = np.asarray(x, np.float32)
+    expected = x32 / np.sqrt((x32**2).mean(-1, keepdims=True) + 1e-6) * (1 + 2.0**-9)
     got = RMS(scale, 1e-6, centered=True)(x)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, jnp.asarray(expected, jnp.bfloat16))

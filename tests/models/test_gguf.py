@@ -86,7 +86,7 @@ def test_tensors_are_dequantised(tmp_path, kind):
 def test_rotary_factors_of_llama_3(tmp_path, monkeypatch):
     """A file has the factor of each wave, and no word of what they are from."""
     scaling = RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
-    plain, scaled = (rope_frequencies(16, 5e5, own)[0] for own in (None, scaling))
+    plain, scaled = (rope_frequencies(16, 5e5, factors)[0] for factors in (None, scaling))
     add, factors = gguf.GGUFWriter.write_header_to_file, plain / scaled
 
     def with_factors(writer, *args):

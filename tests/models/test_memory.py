@@ -62,8 +62,8 @@ def paths(tmp_path_factory):
     root = tmp_path_factory.mktemp("memory")
     config = {**LLAMA, **SIZES}
     paths = {"small": write_checkpoint(root / "small", intermediate_size=24)}
-    for name, own in (("small format 2", {"intermediate_size": 24}), ("format 2", SIZES)):
-        settings = {**LLAMA, **own}
+    for name, sizes in (("small format 2", {"intermediate_size": 24}), ("format 2", SIZES)):
+        settings = {**LLAMA, **sizes}
         shapes = shapes_of(settings)
         ones = apart({key: np.ones(shape, ml_dtypes.bfloat16) for key, shape in shapes.items()})
         paths[name] = write_apart(root / name, model_config(settings), ones)
@@ -75,15 +75,15 @@ def paths(tmp_path_factory):
         # Ones, not zeros: pages of zeros could be shared and never count.
         tensors = {key: np.ones(shape, dtype) for key, shape in shapes_of(config).items()}
         save_file(tensors, paths[name] / "model.safetensors")
-    for name, own in (("small gguf", {"intermediate_size": 32}), ("gguf", SIZES)):
-        settings = {**LLAMA, **own}
+    for name, sizes in (("small gguf", {"intermediate_size": 32}), ("gguf", SIZES)):
+        settings = {**LLAMA, **sizes}
         ones = {key: np.ones(shape, np.float32) for key, shape in shapes_of(settings).items()}
         paths[name] = write_model(root / f"{name}.gguf", settings, ones, "Q8_0")
     return paths
 
 
 @pytest.mark.parametrize(
-    ("stored", "dtype", "sharded", "held"),
+    ("stored", "dtype", "sharded", "copies"),
     [
         pytest.param("float32", "float32", "one", 1, marks=pytest.mark.slow),
         pytest.param("bfloat16", "float32", "sharded", 1, marks=pytest.mark.slow),
@@ -92,8 +92,8 @@ def paths(tmp_path_factory):
         ("gguf", "bfloat16", "one", 1),
     ],
 )
-def test_peak_memory(paths, stored, dtype, sharded, held):
-    """``held`` are parameters on the host: orbax has a part besides, which is half of the largest.
+def test_peak_memory(paths, stored, dtype, sharded, copies):
+    """``copies`` on the host of the parameters; orbax adds a part, half of the largest.
 
     The largest is a layer's gate and up, two tensors of the file.
     """
@@ -104,4 +104,4 @@ def test_peak_memory(paths, stored, dtype, sharded, held):
     )
     itemsize = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
     sizes = [itemsize * math.prod(shape) for shape in shapes_of({**LLAMA, **SIZES}).values()]
-    assert json.loads(done.stdout) <= sum(sizes) + (held + 0.3) * 2 * max(sizes)
+    assert json.loads(done.stdout) <= sum(sizes) + (copies + 0.3) * 2 * max(sizes)

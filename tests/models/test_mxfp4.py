@@ -84,12 +84,12 @@ def test_mxfp4_is_read_where_config_json_says_so(mxfp4):
 
 
 @pytest.fixture(scope="module")
-def kept():
+def quantized():
     return load_model(GOLDEN / CASE)
 
 
 @pytest.fixture(scope="module")
-def wide():
+def unquantized():
     return load_model(GOLDEN / CASE, keep_mxfp4=False)
 
 
@@ -105,39 +105,41 @@ def assert_same_kernels(one, other):
         jax.tree.map(np.testing.assert_array_equal, mine, theirs)
 
 
-def test_experts_stay_as_the_checkpoint_has_them(kept, wide):
-    for mine, full in zip(kernels(kept), kernels(wide), strict=True):
+def test_experts_stay_as_the_checkpoint_has_them(quantized, unquantized):
+    for mine, full in zip(kernels(quantized), kernels(unquantized), strict=True):
         assert isinstance(mine, MXFP4)
         assert mine.shape == full.shape
         np.testing.assert_array_equal(dequantized(mine, jnp.float32), full)
         assert bytes_on_device(mine) * 8 == 4.25 * full.size
 
 
-def test_logits_are_those_of_dequantised_weights(kept, wide):
-    tokens = np.random.default_rng(5).integers(0, kept.config.vocab_size, (3, 40), np.int32)
-    mine, theirs = (logits_of(model, tokens, one_pass(tokens)) for model in (kept, wide))
+def test_logits_are_those_of_dequantised_weights(quantized, unquantized):
+    tokens = np.random.default_rng(5).integers(0, quantized.config.vocab_size, (3, 40), np.int32)
+    mine, theirs = (
+        logits_of(model, tokens, one_pass(tokens)) for model in (quantized, unquantized)
+    )
     np.testing.assert_allclose(mine, theirs, atol=1e-5, rtol=0)
 
 
-def test_a_dtype_loses_nothing(wide):
+def test_a_dtype_loses_nothing(unquantized):
     half = load_model(GOLDEN / CASE, dtype=jnp.bfloat16, keep_mxfp4=False)
-    for narrow, full in zip(kernels(half), kernels(wide), strict=True):
+    for narrow, full in zip(kernels(half), kernels(unquantized), strict=True):
         # E2M1 and a power of two are exact in bfloat16.
         np.testing.assert_array_equal(narrow.astype(np.float32), full)
     assert half.dtype == load_model(GOLDEN / CASE, dtype=jnp.bfloat16).dtype == jnp.bfloat16
 
 
-def test_a_saved_model_keeps_them_too(kept, wide, tmp_path):
+def test_a_saved_model_keeps_them_too(quantized, unquantized, tmp_path):
     path = tmp_path / "saved"
-    save_model(kept, path)
-    assert_same_kernels(load_model(path), kept)
-    assert_same_kernels(load_model(path, keep_mxfp4=False), wide)
+    save_model(quantized, path)
+    assert_same_kernels(load_model(path), quantized)
+    assert_same_kernels(load_model(path, keep_mxfp4=False), unquantized)
 
 
-def test_a_damaged_scale_of_a_saved_model_is_refused(kept, tmp_path):
+def test_a_damaged_scale_of_a_saved_model_is_refused(quantized, tmp_path):
     from flax import nnx
 
-    copy = nnx.merge(*nnx.split(kept))
+    copy = nnx.merge(*nnx.split(quantized))
     module = copy.layers[0].mlp.experts.down
     kernel = module.kernel.get_value()
     module.kernel = nnx.Param(MXFP4(kernel.codes, kernel.scales.at[1, 0, 0].set(254), 1))
@@ -147,8 +149,8 @@ def test_a_damaged_scale_of_a_saved_model_is_refused(kept, tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-def test_a_sharding_that_splits_them_has_them_dequantised(kept, wide, tmp_path):
-    save_model(kept, tmp_path / "saved")
+def test_a_sharding_that_splits_them_has_them_dequantised(quantized, unquantized, tmp_path):
+    save_model(quantized, tmp_path / "saved")
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -156,9 +158,9 @@ def test_a_sharding_that_splits_them_has_them_dequantised(kept, wide, tmp_path):
         return NamedSharding(mesh, SPLIT) if ".experts." in name else whole
 
     for path in (GOLDEN / CASE, tmp_path / "saved"):
-        assert_same_kernels(load_model(path, sharding=whole), kept)
+        assert_same_kernels(load_model(path, sharding=whole), quantized)
         split = load_model(path, sharding=by_expert)
-        assert_same_kernels(split, wide)
+        assert_same_kernels(split, unquantized)
         assert {x.data.shape[0] for x in kernels(split)[0].addressable_shards} == {2}
         with pytest.raises(
             ValueError, match=r"keep_mxfp4=True: .* splits layers\.0\.mlp\.experts\."
@@ -167,13 +169,13 @@ def test_a_sharding_that_splits_them_has_them_dequantised(kept, wide, tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-def test_a_mesh_has_them_dequantised(kept, wide):
+def test_a_mesh_has_them_dequantised(quantized, unquantized):
     config = helix.HelixConfig(kvp=1, tpa=2)
     sharded = helix.load_model(GOLDEN / CASE, config)
-    for mine, full in zip(kernels(sharded.model), kernels(wide), strict=True):
+    for mine, full in zip(kernels(sharded.model), kernels(unquantized), strict=True):
         np.testing.assert_array_equal(mine, full)
     with pytest.raises(ValueError, match=r"load_model\(path, keep_mxfp4=False\)"):
-        helix.shard(kept, config)
+        helix.shard(quantized, config)
 
 
 def test_inputs_must_be_whole_blocks(mxfp4):
@@ -186,14 +188,14 @@ PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 PROMPTS = [list(range(3, 60)), [9, 8, 7]]
 
 
-QUICK = {("kept", ""), ("kept", "mxfp4"), ("wide", "int8")}
+QUICK = {("quantized", ""), ("quantized", "mxfp4"), ("unquantized", "int8")}
 
 
 @pytest.mark.parametrize(
     ("stored", "kind"),
     [
         pytest.param(stored, kind, marks=[pytest.mark.slow] * ((stored, kind) not in QUICK))
-        for stored in ("kept", "wide")
+        for stored in ("quantized", "unquantized")
         for kind in ("", "int8", "mxfp4")
     ],
 )
@@ -204,15 +206,17 @@ def test_drafts_change_no_token(kind, stored, request):
     assert generate(model, PROMPTS, PARAMS, draft=draft, gamma=3).tokens == plain.tokens
 
 
-def test_what_a_copy_shares(kept, wide):
-    copy = quantized_copy(kept, "mxfp4")
-    for mine, own in zip(kernels(copy), kernels(kept), strict=True):
-        assert mine.codes is own.codes
+def test_what_a_copy_shares(quantized, unquantized):
+    copy = quantized_copy(quantized, "mxfp4")
+    for mine, original in zip(kernels(copy), kernels(quantized), strict=True):
+        assert mine.codes is original.codes
     assert isinstance(copy.layers[0].attention.qkv.kernel.get_value(), MXFP4)
-    assert isinstance(kernels(quantized_copy(wide, "int8"))[0], jax.Array)
+    assert isinstance(kernels(quantized_copy(unquantized, "int8"))[0], jax.Array)
     # Weights that have been in MXFP4 are not off.
-    for mine, own in zip(kernels(quantized_copy(wide, "mxfp4")), kernels(wide), strict=True):
+    for mine, original in zip(
+        kernels(quantized_copy(unquantized, "mxfp4")), kernels(unquantized), strict=True
+    ):
         assert isinstance(mine, MXFP4)
-        np.testing.assert_array_equal(dequantized(mine, jnp.float32), own)
+        np.testing.assert_array_equal(dequantized(mine, jnp.float32), original)
     with pytest.raises(ValueError, match=r"kernel \(32, .* is quantised; save the model that it"):
         save_model(copy, "nowhere")

@@ -62,16 +62,16 @@ def test_llama3(head, theta, factor, context, low, width):
 
 
 @given(HEADS, THETAS, FACTORS, CONTEXTS, st.floats(0.25, 2.0), st.floats(2.0, 40.0))
-def test_yarn_with_turns_as_in_the_paper(head, theta, factor, context, alpha, beta):
+def test_yarn_with_rotations_as_in_the_paper(head, theta, factor, context, alpha, beta):
     """Peng et al. 2023, equations 20 to 23, with the ramp over dimensions of the authors' code.
 
     The paper ramps over r = L / wavelength; the code, which every checkpoint follows, over the
     dimension where r reaches beta and alpha.
     """
 
-    def index(turns: float) -> float:
+    def index(rotations: float) -> float:
         # The (real) pair i whose wavelength 2 pi base ** (2 i / d) fits L `turns` times.
-        return head / 2 * math.log(context / (2 * math.pi * turns), theta)
+        return head / 2 * math.log(context / (2 * math.pi * rotations), theta)
 
     first, last = max(index(beta), 0.0), min(index(alpha), head - 1)
     want = []
@@ -108,7 +108,7 @@ def test_yarn_truncates_to_whole_dimensions(head, theta, factor, context):
     assert (np.diff(whole) <= 1e-6).all()
 
 
-def test_yarn_uses_a_given_attention_factor():
+def test_yarn_uses_the_attention_factor_of_the_config():
     scaling = RopeScaling("yarn", 4.0, original_context=64, attention_factor=1.5)
     assert rope_frequencies(16, 1e4, scaling)[1] == 1.5
 

@@ -84,16 +84,16 @@ FIELDS_OF_LATENT = {
 @st.composite
 def experts(draw) -> Experts:
     groups, each = draw(st.integers(1, 9)), draw(st.integers(2, 9))
-    taken = draw(st.integers(1, groups))
+    chosen_groups = draw(st.integers(1, groups))
     fields = {
         "routed": groups * each,
-        "chosen": draw(st.integers(1, taken * each)),
+        "chosen": draw(st.integers(1, chosen_groups * each)),
         "size": draw(SIZES),
         "shared_size": draw(st.none() | SIZES),
         "dense_layers": tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5))),
         "score": draw(st.sampled_from(["softmax", "sigmoid"])),
         "groups": groups,
-        "chosen_groups": taken,
+        "chosen_groups": chosen_groups,
         "group_score": draw(st.sampled_from(["highest", "two_highest"])),
         "corrected": draw(st.booleans()),
         "normalized": draw(st.booleans()),
@@ -116,8 +116,8 @@ def layers(draw, ropes: int, latent: Latent | None) -> LayerSpec:
         "softcap": draw(st.none() | POSITIVE),
         "rope": draw(st.integers(0, ropes - 1)),
     }
-    most = fields["key_size"] if fields["values_in_keys"] else 2**31 - 1
-    fields["value_size"] = draw(st.integers(1, most))
+    max_value_size = fields["key_size"] if fields["values_in_keys"] else 2**31 - 1
+    fields["value_size"] = draw(st.integers(1, max_value_size))
     if latent is not None:
         fields |= {"kv_heads": 1, "key_size": latent.rank + latent.rope_size}
         fields |= {"value_size": latent.rank, "values_in_keys": True}

@@ -82,11 +82,11 @@ def arrays_apart() -> dict[str, np.ndarray]:
         outputs = {"attention.q": q, "attention.k": k, "attention.v": v, "mlp.gate": 20}
         linear = {name: (24, size) for name, size in (outputs | {"mlp.up": 20}).items()}
         linear |= {"mlp.down": (20, 24)}
-        own = {f"{name}.kernel": shape for name, shape in linear.items()}
-        own |= {f"{name}.bias": shape[1:] for name, shape in linear.items()}
-        own |= {"attention.out.kernel": (out, 24)}
-        own |= {"attention_norm.scale": (24,), "mlp_norm.scale": (24,)}
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
+        layer_shapes = {f"{name}.kernel": shape for name, shape in linear.items()}
+        layer_shapes |= {f"{name}.bias": shape[1:] for name, shape in linear.items()}
+        layer_shapes |= {"attention.out.kernel": (out, 24)}
+        layer_shapes |= {"attention_norm.scale": (24,), "mlp_norm.scale": (24,)}
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
@@ -103,8 +103,10 @@ def test_format_2_is_read_and_joined(tmp_path):
             name = f"layers.{layer}.{name}"
             return x @ arrays[f"{name}.kernel"] + arrays[f"{name}.bias"]
 
-        given = jax.jit(lambda qkv, x: qkv(x))(block.attention.qkv, x)
-        for part, count, got in zip("qkv", (6, spec.kv_heads, spec.kv_heads), given, strict=True):
+        projections = jax.jit(lambda qkv, x: qkv(x))(block.attention.qkv, x)
+        for part, count, got in zip(
+            "qkv", (6, spec.kv_heads, spec.kv_heads), projections, strict=True
+        ):
             want = product(f"attention.{part}").reshape(2, 3, count, -1)
             np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-4, rtol=0)
         gate = product("mlp.gate")

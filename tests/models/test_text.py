@@ -58,7 +58,7 @@ def test_a_stop_text_may_be_complete_at_the_very_end():
     assert (shown, row.text, row.stopped) == ("a", "a", True)
 
 
-def test_tokens_behind_a_stop_text_are_not_taken():
+def test_tokens_after_a_stop_text_are_dropped():
     row = RowText(TOKENIZER, ("lo",), SPECIAL)
     assert row.feed(list(b"hello, ")) == "hel"
     assert bytes(row.tokens) == b"hello"

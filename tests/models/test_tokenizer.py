@@ -66,16 +66,16 @@ def streamed(tokenizer, tokens, cuts=()) -> list[str]:
 @given(st.data())
 def test_pieces_join_to_the_text(pair, data):
     library, tokenizer = pair
-    most = library.get_vocab_size() + 2
+    limit = library.get_vocab_size() + 2
     # What is not a byte comes last.
-    ids = st.integers(0, most) | st.integers(max(0, most - 20), most)
+    ids = st.integers(0, limit) | st.integers(max(0, limit - 20), limit)
     tokens = data.draw(st.lists(ids, max_size=12))
     cuts = data.draw(st.lists(st.integers(0, 12), max_size=3))
     text = tokenizer.decode(tokens)
     assert "".join(streamed(tokenizer, tokens)) == text
     assert "".join(streamed(tokenizer, tokens, cuts)) == text
     theirs = library.decode(tokens)
-    # Beside a broken byte, the library's ByteFallback breaks whole characters too.
+    # Next to a broken byte, the library's ByteFallback breaks whole characters too.
     if "ByteFallback" not in str(library.decoder) or "\ufffd" not in theirs:
         assert text == theirs
 
@@ -116,7 +116,7 @@ def test_broken_bytes_are_shown_at_once(request, name, piece):
     assert all(advance([byte], False) == "\ufffd" for _ in range(20_000))
 
 
-def test_broken_bytes_that_the_library_joins_wait_for_a_character_at_most(other_order):
+def test_broken_bytes_that_the_library_joins_wait_for_one_character(other_order):
     library, tokenizer = other_order
     advance, byte = tokenizer.stream(), library.token_to_id("<0xFF>")
     pieces = [advance([byte], False) for _ in range(12)]

@@ -49,7 +49,7 @@ class OneLayer(nnx.Module):
 
 
 @pytest.mark.parametrize("source", DRAFTERS)
-def test_a_flax_model_of_ones_own(source):
+def test_a_flax_model_of_the_user(source):
     model = OneLayer(0)
     assert not jnp.issubdtype(jax.tree.leaves(model)[0].dtype, jnp.floating)
     second = OneLayer(1) if source == "model" else None
