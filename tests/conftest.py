@@ -20,13 +20,13 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") == "1"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 # The workers are as many as the cores: one module a program compiles in less time than many.
-_WANTED = ["xla_force_host_platform_device_count=8", "xla_cpu_parallel_codegen_split_count=1"]
+_TEST_FLAGS = ["xla_force_host_platform_device_count=8", "xla_cpu_parallel_codegen_split_count=1"]
 # The code of fusion emitters takes longer to compile. Each jaxlib knows one way to do without.
 if version("jaxlib").startswith("0.10."):
-    _WANTED.append("xla_cpu_use_fusion_emitters=false")
+    _TEST_FLAGS.append("xla_cpu_use_fusion_emitters=false")
 elif QUICK:
-    _WANTED.append("xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
-for _flag in _WANTED:
+    _TEST_FLAGS.append("xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+for _flag in _TEST_FLAGS:
     if _flag.partition("=")[0] not in _FLAGS:
         _FLAGS += f" --{_flag}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()

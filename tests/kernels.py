@@ -14,11 +14,11 @@ def takes(refuses: Callable[..., str | None], *arguments: int) -> Callable[[Case
     """Whether a kernel that ``refuses`` by these arguments takes a case, and it is quick enough to
     be interpreted."""
 
-    def wanted(case: Case) -> bool:
-        given = case.arguments
-        return given[0].shape[0] <= 100 and refuses(*(given[i] for i in arguments)) is None
+    def is_case(case: Case) -> bool:
+        operands = case.arguments
+        return operands[0].shape[0] <= 100 and refuses(*(operands[i] for i in arguments)) is None
 
-    return wanted
+    return is_case
 
 
 def assert_greedy(got, arguments) -> None:

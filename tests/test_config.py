@@ -180,8 +180,8 @@ def test_equal_layers():
 def test_the_borders_are_allowed():
     LayerSpec(1, 1, 1, values_in_keys=True, window=1, scale=1e-9, softcap=1e-9)
     SamplingParams(max_new_tokens=1, top_p=1.0, min_p=1.0, seed=2**32 - 1, draft_limit=0)
-    most = 2**31 - 1
-    SamplingParams(max_new_tokens=most, top_k=most, draft_limit=most, stop_tokens=(0, most))
+    limit = 2**31 - 1
+    SamplingParams(max_new_tokens=limit, top_k=limit, draft_limit=limit, stop_tokens=(0, limit))
     SamplingParams(temperature=float(np.finfo(np.float32).max), top_p=1e-30, seed=0)
     RopeScaling("linear", 1.0)
 

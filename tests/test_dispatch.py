@@ -43,7 +43,7 @@ def test_the_table_orders_by_the_sizes_of_the_arguments(platform, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     for module in ("jspec.dispatch", "jspec.tuned"):
         monkeypatch.setattr(f"{module}.gpu_in_use", lambda: gpu)
-    monkeypatch.setattr("jspec.tuned.serving", lambda found: {gpu: Serving(table, None)}[found])
+    monkeypatch.setattr("jspec.tuned.serving", lambda name: {gpu: Serving(table, None)}[name])
     toy = Operation(
         "toy",
         {"a": backend("a"), "b": backend("b")},
@@ -135,7 +135,7 @@ def test_backends_are_checked_against_the_operations_that_there_are():
         Backends(pack="cuba").check(operations())
 
 
-def test_the_operations_have_names_of_their_own():
+def test_the_operations_have_different_names():
     names = [operation.name for operation in operations()]
     assert len(set(names)) == len(names)
     assert {"attention", "verify_greedy", "sample"} <= set(names)

@@ -16,7 +16,7 @@ CODE = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
 # The code of docs/models.md runs in tests/models/test_page.py, which looks at what it defines, that
 # of docs/sharding.md is an example's, and that of docs/index.md is README's.
 ELSEWHERE = ("models", "sharding", "index")
-RUN_HERE = [name for name, code in CODE.items() if code and name not in ELSEWHERE]
+EXECUTED = [name for name, code in CODE.items() if code and name not in ELSEWHERE]
 
 
 def run(page: str) -> dict:
@@ -27,7 +27,7 @@ def run(page: str) -> dict:
     return names
 
 
-@pytest.mark.parametrize("page", RUN_HERE)
+@pytest.mark.parametrize("page", EXECUTED)
 def test_the_code_of_a_page_runs(page, small_bundled):
     names = run(page)
     if page == "sampling":
@@ -51,7 +51,7 @@ def check_loops(names: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUN_HERE)
+@pytest.mark.parametrize("page", EXECUTED)
 def test_the_code_of_a_page_runs_on_the_bundled_model(page):
     run(page)
 

@@ -27,29 +27,29 @@ def project() -> dict:
 
 def names(requirements: list[str]) -> set[str]:
     """What distributions such as ``jax[cuda13]>=0.11`` are imported as."""
-    found = {r.partition(">")[0].partition("[")[0].strip() for r in requirements}
-    return {IMPORTED_AS.get(name, name) for name in found}
+    distributions = {r.partition(">")[0].partition("[")[0].strip() for r in requirements}
+    return {IMPORTED_AS.get(name, name) for name in distributions}
 
 
 def imported(folder: Path) -> set[str]:
     """Top packages that the files of a folder import, but the standard library and jspec."""
-    found = set()
+    modules = set()
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                found.add(str(node.module).partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"jspec"}
+                modules.add(str(node.module).partition(".")[0])
+    return modules - set(sys.stdlib_module_names) - {"jspec"}
 
 
 def test_every_dependency_is_imported_and_every_import_is_a_dependency(project):
     needed = names(project["project"]["dependencies"])
     extras = project["project"]["optional-dependencies"]
     optional = names([*extras["cuda13"], *extras["bench"]]) | {"triton"}
-    found = imported(ROOT / "jspec")
-    assert needed <= found
-    assert found <= needed | optional
+    imports = imported(ROOT / "jspec")
+    assert needed <= imports
+    assert imports <= needed | optional
 
 
 def test_every_hint_installs_this_distribution_and_an_extra_that_there_is(project):
@@ -62,10 +62,10 @@ def test_every_hint_installs_this_distribution_and_an_extra_that_there_is(projec
     code = [path for room in ("jspec", "bench") for path in (ROOT / room).rglob("*.py")]
     hints = list(itself)
     for path in [*pages, *code, ROOT / ".ci" / "run"]:
-        found = re.findall(r"'((?:jspec[\w-]*|\.)\[[\w,-]+\])'", path.read_text())
+        named = re.findall(r"'((?:jspec[\w-]*|\.)\[[\w,-]+\])'", path.read_text())
         # What an installed package prints is not read in a checkout.
-        assert not path.is_relative_to(ROOT / "jspec") or all(x[0] != "." for x in found), path
-        hints += found
+        assert not path.is_relative_to(ROOT / "jspec") or all(x[0] != "." for x in named), path
+        hints += named
     assert len(hints) > 8
     for hint in hints:
         name, _, named = hint.rstrip("]").partition("[")

@@ -26,9 +26,9 @@ TOY = {
 }
 
 
-def written(tmp_path, found) -> Table:
+def written(tmp_path, table) -> Table:
     path = tmp_path / "toy.json"
-    path.write_text(found if isinstance(found, str) else json.dumps(found))
+    path.write_text(table if isinstance(table, str) else json.dumps(table))
     return load(path)
 
 
@@ -42,7 +42,7 @@ def written(tmp_path, found) -> Table:
         (65, 1, ("c",), 4),
     ],
 )
-def test_the_first_rule_whose_bounds_hold_is_taken(tmp_path, batch, gamma, order, warps):
+def test_the_first_rule_whose_bounds_hold_applies(tmp_path, batch, gamma, order, warps):
     table, sizes = written(tmp_path, TOY), {"batch": batch, "gamma": gamma}
     assert table.order("toy", sizes) == order
     assert table.block("toy", "a", sizes) == {"warps": warps}
@@ -59,19 +59,19 @@ def test_a_table_that_lacks_what_is_asked_says_so(tmp_path):
 
 def changed(*path, to) -> dict:
     """`TOY` with what lies at ``path`` put in its place; nothing there means left out."""
-    found = copy.deepcopy(TOY)
-    inner = found
+    table = copy.deepcopy(TOY)
+    inner = table
     for key in path[:-1]:
         inner = inner[key]
     if to is None:
         del inner[path[-1]]
     else:
         inner[path[-1]] = to
-    return found
+    return table
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("table", "message"),
     [
         ("{", "cannot read"),
         ([], "must be an object with the fields gpu, compute_capability"),
@@ -100,9 +100,9 @@ def changed(*path, to) -> dict:
         (changed("blocks", "toy", "a", 0, "take", to={"warps": 1.5}), "blocks of toy, a, rule 1"),
     ],
 )
-def test_a_malformed_table_says_what_is_wrong(tmp_path, found, message):
+def test_a_malformed_table_says_what_is_wrong(tmp_path, table, message):
     with pytest.raises(TableError, match=message) as error:
-        written(tmp_path, found)
+        written(tmp_path, table)
     assert "toy.json" in str(error.value)
 
 

@@ -49,7 +49,7 @@ def test_a_cache_has_the_dtype_it_was_asked_for():
     assert cache.nbytes == 2 * 2 * BATCH * CAPACITY * HEADS * SIZE * 2
 
 
-def test_each_layer_has_its_own_sizes_and_columns():
+def test_layers_differ_in_sizes_and_columns():
     """A latent layer keeps keys alone; a policy's column has a shape and dtype of its own."""
     codes = {"codes": ((HEADS, 4), jnp.uint32)}
     cache = create((PLAIN, LATENT), extra=lambda layer, spec: codes if spec is PLAIN else {})

@@ -21,7 +21,7 @@ LAYOUTS = [LinearLayout(48), RingLayout(7), RingLayout(1), *STRIPED]
 
 
 slots_of = jax.jit(lambda layout, positions: layout.slots(positions), static_argnums=0)
-held_by = jax.jit(lambda layout, newest: layout.slot_positions(newest), static_argnums=0)
+slot_positions_of = jax.jit(lambda layout, newest: layout.slot_positions(newest), static_argnums=0)
 
 
 def spec(window: int | None = None) -> LayerSpec:
@@ -37,7 +37,7 @@ def test_each_slot_holds_the_last_position_that_was_written_to_it(layout, newest
     for position, slot in enumerate(slots[: newest + 1].tolist()):
         assert 0 <= slot < layout.size
         expected[slot] = position
-    stored = held_by(layout, np.array([newest, newest], np.int32))
+    stored = slot_positions_of(layout, np.array([newest, newest], np.int32))
     assert stored.dtype == jnp.int32
     np.testing.assert_array_equal(stored, [expected, expected])
 
@@ -48,7 +48,7 @@ def test_padding_has_no_slot(layout):
     assert (np.asarray(slots) == layout.size).tolist() == [[True, False], [False, True]]
 
 
-def test_stripes_deal_blocks_to_ranks_in_turn():
+def test_stripes_deal_blocks_to_ranks_round_robin():
     """Helix, section 2.1: 3 ranks, blocks of 4: position 13 is in block 3, which is rank 0's
     second."""
     layout = StripedLayout(48, 3, 4)
@@ -91,10 +91,10 @@ def test_a_ring_too_small_for_gamma_is_refused():
     specs = [spec(), spec(4)]
     layouts = layouts_of(specs, capacity=64, gamma=3)
     shared = layouts_of(specs, capacity=64, gamma=3, ranks=2, block=4)
-    for own in (layouts, shared):
-        check_rings(specs, own, 3)
+    for each in (layouts, shared):
+        check_rings(specs, each, 3)
         with pytest.raises(ValueError, match=r"gamma=4 does not fit .* made for gamma=3"):
-            check_rings(specs, own, 4)
+            check_rings(specs, each, 4)
 
 
 @pytest.mark.parametrize(

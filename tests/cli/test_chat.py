@@ -25,19 +25,19 @@ def model(tmp_path) -> Path:
 
 
 @pytest.fixture
-def wanted(model) -> list[int]:
+def expected(model) -> list[int]:
     """What `LLM.chat` answers."""
     llm = jspec.LLM(model, draft=jspec.NgramDraft())
     assert llm.tokenizer.decode(llm.encode_chat(TALK)) == "<6>hem<4>hello<a>"
     return list(llm.chat(TALK, jspec.SamplingParams(max_new_tokens=8))[0].tokens)
 
 
-def test_the_prompt_is_a_message_to_the_template(run, model, wanted, tmp_path):
+def test_the_prompt_is_a_message_to_the_template(run, model, expected, tmp_path):
     code, out, err = run(
         "--model", str(model), "--chat", "--system", "hem", "--prompt", "hello", *ASKED
     )
     assert (code, err) == (0, "")
-    assert json.loads(out)["tokens"] == wanted
+    assert json.loads(out)["tokens"] == expected
 
     file = tmp_path / "in.jsonl"
     bare = {"prompt": "<6>hem<4>hello<a>"}
@@ -45,7 +45,7 @@ def test_the_prompt_is_a_message_to_the_template(run, model, wanted, tmp_path):
     file.write_text("\n".join(map(json.dumps, [{"messages": TALK}, bare, refused])))
     code, out, err = run("--model", str(model), "--requests", str(file), "--batch", "1", *ASKED)
     assert code == 2
-    assert [r["tokens"] for r in json.loads(out)["results"]] == [wanted, wanted]
+    assert [r["tokens"] for r in json.loads(out)["results"]] == [expected, expected]
     assert err.startswith("jspec: error: line 3: message 1 must have a role and a content alone")
 
 

@@ -24,7 +24,7 @@ print(len(hits))
 """
 
 
-def kept(folder, **environment) -> tuple[str, int]:
+def cached_programs(folder, **environment) -> tuple[str, int]:
     """Where a process keeps its programs, and how many it found there."""
     names = ("JAX_ENABLE_COMPILATION_CACHE", "JAX_COMPILATION_CACHE_DIR")
     usual = {name: value for name, value in os.environ.items() if name not in names}
@@ -41,7 +41,7 @@ def kept(folder, **environment) -> tuple[str, int]:
 
 
 def test_the_next_run_finds_the_programs(tmp_path):
-    first, second = kept(tmp_path), kept(tmp_path)
+    first, second = cached_programs(tmp_path), cached_programs(tmp_path)
     assert first[0] == second[0]
     assert first[0].startswith(str(tmp_path / "programs"))
     assert first[1] == 0
@@ -62,7 +62,7 @@ def settings(monkeypatch, tmp_path):
     return config, made
 
 
-def test_the_folder_is_the_users_own(settings, tmp_path):
+def test_only_the_user_reads_the_folder(settings, tmp_path):
     config, made = settings
     folder = compile_cache.keep_programs()
     assert made["jax_compilation_cache_dir"] == str(folder)
@@ -93,11 +93,11 @@ def test_a_user_without_a_place_for_it_keeps_nothing(settings, monkeypatch, tmp_
     assert not settings[1]
 
 
-def test_another_machine_has_a_folder_of_its_own(monkeypatch):
-    here = compile_cache._machine()
-    assert compile_cache._machine() == here
+def test_another_machine_has_another_folder(monkeypatch):
+    name_of_machine = compile_cache._machine()
+    assert compile_cache._machine() == name_of_machine
     monkeypatch.setattr(compile_cache.platform, "machine", lambda: "another")
-    assert compile_cache._machine() != here
+    assert compile_cache._machine() != name_of_machine
 
 
 def test_the_oldest_programs_go_first(tmp_path):

@@ -116,7 +116,7 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
 
 
 @pytest.mark.parametrize(
-    ("gpu", "seen"),
+    ("gpu", "detail"),
     [
         (None, "cpu.json, for cpu: measured"),
         (
@@ -130,12 +130,12 @@ def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monk
     ],
     ids=["cpu", "measured", "another"],
 )
-def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, seen, capsys, monkeypatch):
+def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, detail, capsys, monkeypatch):
     monkeypatch.setattr("jspec.cli.doctor.gpu_in_use", lambda: gpu)
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: ())
     result = findings(capsys)["tuning"]
-    assert result["detail"] == seen
-    assert bool(result["advice"]) == seen.count("a guess")
+    assert result["detail"] == detail
+    assert bool(result["advice"]) == detail.count("a guess")
 
 
 def test_what_a_gpu_needs_is_told_where_there_is_one(monkeypatch):
@@ -220,7 +220,7 @@ def test_a_terminal_sees_what_is_looked_at(monkeypatch):
     assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", screen.getvalue())
 
 
-def test_on_a_gpu_doctor_says_how_often_the_cache_is_held(monkeypatch):
+def test_on_a_gpu_doctor_says_how_many_copies_of_the_cache_there_are(monkeypatch):
     result = doctor._cache()  # a CPU has no kernel of ours for attention
     observed = "held twice by batches of two rows and more: attention runs by xla"
     assert result.detail.removesuffix("_blocked") == observed

@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_one_line(arguments, message, run, source):
 
 
 @pytest.mark.slow
-def test_virtual_devices_in_a_process_of_its_own():
+def test_virtual_devices_in_another_process():
     script = (
         "from jspec.cli.devices import take_devices\n"
         "take_devices(3, None)\nimport jax\nassert jax.device_count() == 3"

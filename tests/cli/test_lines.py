@@ -63,14 +63,14 @@ def test_a_failed_run_leaves_the_file_as_it_was(run, tmp_path):
 def test_a_file_is_as_readable_as_any_that_the_user_makes(tmp_path):
     from jspec.cli.output import whole_file
 
-    usual, own = tmp_path / "usual", tmp_path / "own"
+    usual, target = tmp_path / "usual", tmp_path / "target"
     usual.write_text("")
-    (tmp_path / "link").symlink_to(own)
+    (tmp_path / "link").symlink_to(target)
     with whole_file(str(tmp_path / "link")) as file:
         file.write("é")
-    assert own.stat().st_mode == usual.stat().st_mode
+    assert target.stat().st_mode == usual.stat().st_mode
     assert (tmp_path / "link").is_symlink()
-    assert own.read_text("utf-8") == "é"
+    assert target.read_text("utf-8") == "é"
 
 
 def test_requests_file_serves_the_good_lines(run, tmp_path):

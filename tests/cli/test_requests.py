@@ -34,8 +34,8 @@ def parsed(*lines: str | bytes):
     return requests, {line.line: line.error for line in refused}
 
 
-def test_a_line_has_the_settings_of_the_command_but_for_its_own():
-    own = {
+def test_a_line_has_the_settings_of_the_command_unless_it_names_others():
+    fields = {
         "max_new_tokens": 5,
         "temperature": 2,
         "top_k": 7,
@@ -44,13 +44,13 @@ def test_a_line_has_the_settings_of_the_command_but_for_its_own():
         "seed": 11,
         "ignore_eos": True,
     }
-    assert own.keys() == DEFAULTS.keys() == requests_module._FIELDS.keys()
-    lines = [{"prompt": "x"}, {"prompt": "x", **own}]
-    lines += [{"prompt": "x", name: value} for name, value in own.items()]
+    assert fields.keys() == DEFAULTS.keys() == requests_module._FIELDS.keys()
+    lines = [{"prompt": "x"}, {"prompt": "x", **fields}]
+    lines += [{"prompt": "x", name: value} for name, value in fields.items()]
     requests, refused = parsed(*map(json.dumps, lines))
     assert not refused
-    wanted = [DEFAULTS, own, *({**DEFAULTS, name: own[name]} for name in own)]
-    assert [r.params for r in requests] == [SamplingParams(**settings) for settings in wanted]
+    expected = [DEFAULTS, fields, *({**DEFAULTS, name: fields[name]} for name in fields)]
+    assert [r.params for r in requests] == [SamplingParams(**settings) for settings in expected]
 
 
 def test_lines_are_numbered_with_the_blank_ones():
@@ -60,7 +60,7 @@ def test_lines_are_numbered_with_the_blank_ones():
     assert list(refused) == [5, 8]
 
 
-def test_line_endings_of_other_systems_and_a_byte_order_mark_are_taken():
+def test_line_endings_of_other_systems_and_a_byte_order_mark_are_read():
     good = json.dumps({"prompt": "x"}).encode()
     requests, refused = parsed(b"\xef\xbb\xbf" + good + b"\r", good + b"\r")
     assert [r.line for r in requests] == [1, 2]
@@ -191,10 +191,10 @@ def test_a_line_beyond_the_limit_is_passed_over_piece_by_piece(monkeypatch):
         assert file.longest <= 65
 
 
-def arguments(**given) -> argparse.Namespace:
+def arguments(**changes) -> argparse.Namespace:
     nothing = dict.fromkeys(("prompt", "prompt_file", "stdin", "requests", "system"))
     off = dict.fromkeys(("demo", "chat"), False)
-    return argparse.Namespace(**{**nothing, **off, **DEFAULTS, "stop": ["END"], **given})
+    return argparse.Namespace(**{**nothing, **off, **DEFAULTS, "stop": ["END"], **changes})
 
 
 def test_requests_come_from_stdin(monkeypatch):
@@ -206,7 +206,7 @@ def test_requests_come_from_stdin(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({"requests": "no/such"}, "no/such: cannot be read"),
         ({"requests": "/"}, "/: cannot be read"),
@@ -219,9 +219,9 @@ def test_requests_come_from_stdin(monkeypatch):
         ({"prompt": "a\udcff", "chat": True}, "byte 2 of the prompt is not UTF-8, which a message"),
     ],
 )
-def test_what_serves_nothing_is_an_error(given, message):
+def test_what_serves_nothing_is_an_error(changes, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
-        read_requests(arguments(**given))
+        read_requests(arguments(**changes))
     assert str(caught.value).startswith(message)
 
 
@@ -235,8 +235,8 @@ def test_a_line_may_hold_a_conversation():
 
 def test_chat_makes_conversations_of_prompts():
     """The system message comes first, but for a conversation that has its own."""
-    system, own = ({"role": "system", "content": text} for text in ("be kind", "be brief"))
-    lines = [{"prompt": "é"}, {"messages": [USER]}, {"messages": [own, USER]}]
+    system, other = ({"role": "system", "content": text} for text in ("be kind", "be brief"))
+    lines = [{"prompt": "é"}, {"messages": [USER]}, {"messages": [other, USER]}]
     file = "\n".join(map(json.dumps, lines)).encode()
 
     def prompts(chat: Chat) -> list:
@@ -245,9 +245,9 @@ def test_chat_makes_conversations_of_prompts():
         return [request.prompt for request in requests]
 
     asked = USER | {"content": "é"}
-    assert prompts(Chat()) == ["é".encode(), [USER], [own, USER]]
-    assert prompts(Chat(True)) == [[asked], [USER], [own, USER]]
-    assert prompts(Chat(True, "be kind")) == [[system, asked], [system, USER], [own, USER]]
+    assert prompts(Chat()) == ["é".encode(), [USER], [other, USER]]
+    assert prompts(Chat(True)) == [[asked], [USER], [other, USER]]
+    assert prompts(Chat(True, "be kind")) == [[system, asked], [system, USER], [other, USER]]
     (request,), _ = read_requests(arguments(prompt="é", chat=True, system="be kind"))
     assert request.prompt == [system, asked]
 

@@ -25,7 +25,7 @@ def test_a_fresh_seed_is_told_and_repeats_the_text(run, source):
     assert repeated["tokens"] == first["tokens"]
 
 
-def test_each_sampled_line_has_its_own_seed(run, tmp_path):
+def test_each_sampled_line_has_another_seed(run, tmp_path):
     file = tmp_path / "requests.jsonl"
     asked = {"prompt": "def f(x):\n", "max_new_tokens": 32, "temperature": 1.0}
     lines = [asked, asked | {"temperature": 0.0}, asked | {"seed": 7}, asked]

@@ -27,7 +27,7 @@ def on_terminal() -> Progress:
     return progress
 
 
-def seen(terminal, progress: Progress) -> str:
+def screen(terminal, progress: Progress) -> str:
     """What came onto the screen since the last look."""
     if progress._bars is not None:
         progress._bars.refresh()
@@ -41,16 +41,16 @@ def test_compiling_reading_and_decoding_have_a_line_each(terminal):
     progress = on_terminal()
     with progress.batch(40, "decode plainly", streams=False):
         progress.compiling(True)
-        assert "compiling..." in seen(terminal, progress)
+        assert "compiling..." in screen(terminal, progress)
         progress.compiling(False)
         progress.prefilled(16, 64)
-        text = seen(terminal, progress)
+        text = screen(terminal, progress)
         assert "16/64" in text
         assert "compiling" not in text
         progress.prefilled(64, 64)
         progress.decoded(3)
         progress.decoded(4)
-        assert "7/40" in seen(terminal, progress)
+        assert "7/40" in screen(terminal, progress)
     assert progress._bars is None
 
 
@@ -59,13 +59,13 @@ def test_the_bars_leave_the_screen_to_the_text(terminal):
     with progress.batch(40, "decode", streams=True):
         progress.prefilled(64, 64)
         progress.compiling(True)  # of the steps, after the prefill
-        assert "compiling..." in seen(terminal, progress)
+        assert "compiling..." in screen(terminal, progress)
         progress.compiling(False)
         progress.decoded(3)
-        seen(terminal, progress)
+        screen(terminal, progress)
         progress.decoded(4)
         progress.compiling(True)
-        assert seen(terminal, progress) == ""
+        assert screen(terminal, progress) == ""
 
 
 def test_an_exception_ends_the_bars(terminal):

@@ -44,14 +44,14 @@ def run(model, texts, out, *more: str) -> int:
     return main(["train-hash", *path, "--data", *texts, *more])
 
 
-def test_json_says_what_was_kept_and_where(model, texts, tmp_path, capsys):
+def test_json_says_what_was_saved_and_where(model, texts, tmp_path, capsys):
     out = tmp_path / "hashes"
     assert run(model, texts, out, "--bits", "64", "--compare", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["bits"], found["texts"], found["held_out"]) == (64, 2, 1)
-    assert found["out"] == str(out)
-    assert found["environment"]["platform"] == "cpu"
-    names = {row["name"] for row in found["methods"]}
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["bits"], printed["texts"], printed["held_out"]) == (64, 2, 1)
+    assert printed["out"] == str(out)
+    assert printed["environment"]["platform"] == "cpu"
+    names = {row["name"] for row in printed["methods"]}
     hashes = {"hata-attention", "hata-paper", "hata-authors"}
     assert names == hashes | {"exact", "random", "loki", "quest"}
     hashes = jspec.load_hashes(out)
@@ -83,7 +83,7 @@ def test_pieces_are_no_longer_than_asked_and_open_as_a_text_does(tmp_path):
     assert b"".join(bytes(piece[1:]) for piece in pieces) == path.read_bytes()
 
 
-def test_texts_are_taken_until_there_are_pairs_enough():
+def test_texts_are_read_until_there_are_enough_pairs():
     texts = [[0] * 100 for _ in range(9)]
     assert len(train_hash._enough(texts, 300, 0)) == 4
     assert len(train_hash._enough(texts, 10**9, 0)) == 9

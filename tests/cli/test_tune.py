@@ -74,21 +74,21 @@ def test_it_writes_settings_that_generate_takes(run, tmp_path, capsys):
 
 def test_json_has_every_trial(run, tmp_path, capsys):
     assert run("--json", "--ratio", "0.1", "--ratio", "0.02", "--gamma", "3", "--gamma", "4") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "tuned" / "tuning.json").read_text()) == found
-    assert [own["ratio"] for own in found["acceptance"]] == [0.02, 0.1]
-    assert [own["gamma"] for own in found["gammas"]] == [3, 4]
-    assert found["requests"] == 3
-    assert found["settled"] == 0.1
-    assert found["speedup"] == found["best"]["tokens_per_s"] / found["plain_tokens_per_s"]
+    printed = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "tuned" / "tuning.json").read_text()) == printed
+    assert [row["ratio"] for row in printed["acceptance"]] == [0.02, 0.1]
+    assert [row["gamma"] for row in printed["gammas"]] == [3, 4]
+    assert printed["requests"] == 3
+    assert printed["settled"] == 0.1
+    assert printed["speedup"] == printed["best"]["tokens_per_s"] / printed["plain_tokens_per_s"]
 
 
 def test_where_plain_decoding_is_faster_the_settings_say_so(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Bench, "speed", 0.1)
     assert run() == 0
     assert "plain decoding is fastest: drafts have 0.40x" in capsys.readouterr().err
-    found = json.loads((tmp_path / "tuned" / "settings.json").read_text())
-    assert found == {"draft": "none", "gamma": 0}
+    settings = json.loads((tmp_path / "tuned" / "settings.json").read_text())
+    assert settings == {"draft": "none", "gamma": 0}
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_to_accept_less_is_said_and_is_no_fault(capsys):
 
 
 @pytest.mark.parametrize("function", ["token_rule", "block_rule"])
-def test_jspecs_own_rules_hold(function, monkeypatch):
+def test_the_rules_of_jspec_hold(function, monkeypatch):
     monkeypatch.setattr(vocabulary_module, "TILE", 4)
     laws = ("one draft token", "block")
     findings = list(check(getattr(verifier_module, function), laws, rows=10_000))

@@ -48,19 +48,19 @@ class InNumpy:
                     mass = np.maximum(chances[i][:, None] * p[:, i] - judged[:, i], 0).sum(axis=-1)
                     share = mass / np.maximum(mass + 1 - chances[i], 1e-300)
                 chosen = np.where(accept[:, i - 1] < share, i, chosen)
-        here = p[every, chosen]
+        next_p = p[every, chosen]
         remaining = np.ones(count)
         if self.rule == "block" and self.fault != "block residual":
             remaining = np.stack(chances, 1)[every, chosen]
         if gamma:
             over = np.maximum(
-                remaining[:, None] * here - judged[every, np.minimum(chosen, gamma - 1)], 0
+                remaining[:, None] * next_p - judged[every, np.minimum(chosen, gamma - 1)], 0
             )
             some = (chosen < gamma) & (over.sum(axis=-1) > 1e-12) & (self.fault != "residual")
-            here = np.where(
-                some[:, None], over / np.maximum(over.sum(-1, keepdims=True), 1e-300), here
+            next_p = np.where(
+                some[:, None], over / np.maximum(over.sum(-1, keepdims=True), 1e-300), next_p
             )
-        following = draw(here, numbers[every, 2, chosen])
+        following = draw(next_p, numbers[every, 2, chosen])
         out = np.pad(draft, ((0, 0), (0, 1)), constant_values=-1)
         index = np.arange(gamma + 1)
         out = np.where(index == chosen[:, None], following[:, None], out)

@@ -34,12 +34,12 @@ def settings(case: Case) -> dict:
     return none | {"scale": scale}
 
 
-def run_or_skip(case: Case, given):
-    """With scores where they are asked for, beside the arguments that a backend refuses."""
-    backend = SCORED if len(given) == 5 else ATTENTION
-    if reason := backend.supports(*given, **settings(case)):
+def run_or_skip(case: Case, operands):
+    """With scores where they are asked for; skips arguments that a backend refuses."""
+    backend = SCORED if len(operands) == 5 else ATTENTION
+    if reason := backend.supports(*operands, **settings(case)):
         pytest.skip(reason)
-    return jax.jit(functools.partial(backend.run, **settings(case)))(*given)
+    return jax.jit(functools.partial(backend.run, **settings(case)))(*operands)
 
 
 def skip_large(case: Case):
@@ -51,8 +51,8 @@ def skip_large(case: Case):
 def test_equals_the_definition(case):
     skip_large(case)
     x = inputs(case, junk=np.nan)
-    given, _ = arrays(x, case)
-    out, lse = run_or_skip(case, given[:4])
+    operands, _ = arrays(x, case)
+    out, lse = run_or_skip(case, operands[:4])
     expected_out, expected_lse = brute_force(x, **case.settings)
     assert out.dtype == jnp.bfloat16
     assert lse.dtype == jnp.float32
@@ -66,11 +66,11 @@ def test_equals_the_definition(case):
 def test_scores_beside_the_same_attention(case):
     skip_large(case)
     x = inputs(case, junk=np.nan)
-    given, _ = arrays(x, case)
-    *attended, scores = run_or_skip(case, given)
-    for got, want in zip(attended, run_or_skip(case, given[:4]), strict=True):
+    operands, _ = arrays(x, case)
+    *attended, scores = run_or_skip(case, operands)
+    for got, want in zip(attended, run_or_skip(case, operands[:4]), strict=True):
         np.testing.assert_array_equal(got, want)
-    k, probe = (np.asarray(a, np.float64) for a in (x.k, given[4]))
+    k, probe = (np.asarray(a, np.float64) for a in (x.k, operands[4]))
     expected = np.einsum("bkh,bskh->bks", probe, k) * settings(case)["scale"]
     read = np.broadcast_to(read_by_some(x, case)[:, None], expected.shape)
     np.testing.assert_allclose(np.asarray(scores)[read], expected[read], rtol=1e-4, atol=1e-5)
@@ -94,10 +94,10 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity(case):
 def test_padding_may_hold_anything():
     case = CASES[2]
     x = inputs(case, junk=np.nan)
-    given = [jnp.asarray(a) for a in (x.q, x.k, x.v, x.positions)]
-    junk = given[0].at[x.positions < 0].set(jnp.nan)
+    operands = [jnp.asarray(a) for a in (x.q, x.k, x.v, x.positions)]
+    junk = operands[0].at[x.positions < 0].set(jnp.nan)
     for got, want in zip(
-        run_or_skip(case, [junk, *given[1:]]), run_or_skip(case, given), strict=True
+        run_or_skip(case, [junk, *operands[1:]]), run_or_skip(case, operands), strict=True
     ):
         np.testing.assert_array_equal(got, want)
 
@@ -144,7 +144,7 @@ def test_a_query_that_scores_is_one_row_more():
     cache = jax.ShapeDtypeStruct((1, 640, 1, 64), jnp.bfloat16)
     positions = jax.ShapeDtypeStruct((1, 16), jnp.int32)
     probe = jax.ShapeDtypeStruct((1, 1, 64), jnp.bfloat16)
-    given, own = (q, cache, cache, positions), settings(CASES[0])
-    assert "over 32 tokens or 127 rows" in (SCORED.supports(*given, probe, **own) or "")
+    operands, static = (q, cache, cache, positions), settings(CASES[0])
+    assert "over 32 tokens or 127 rows" in (SCORED.supports(*operands, probe, **static) or "")
     assert ATTENTION.run is attention_cuda
     assert SCORED.run is scored_attention_cuda

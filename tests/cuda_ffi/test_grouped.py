@@ -47,14 +47,14 @@ def arguments(counts, inputs, outputs, share, has) -> tuple[Any, dict[str, Any]]
     gather_indices, scatter_indices = (
         jnp.asarray(rng.permutation(rows), jnp.int32) for _ in range(2)
     )
-    given = {
+    named = {
         "bias": normal(groups, *columns),
         "gather_indices": gather_indices,
         "scatter_indices": scatter_indices,
         "norm": RMS(1 + normal(inputs) / 8),
         "weights": jnp.asarray(rng.random(rows), jnp.float32),
     }
-    arrays = (array if name in has else None for name, array in given.items())
+    arrays = (array if name in has else None for name, array in named.items())
     settings = {
         "gated": "gated" in has,
         "clamped": ClampedSwiGLU(limit=1.5) if "clamped" in has else None,
@@ -137,8 +137,8 @@ def test_numbers_out_of_range_are_brought_into_it(starts):
     x, kernel, _, bias, _, _, *others = arrays
     order = [-1, 99, 2**31 - 1, -(2**31), *range(4, 12)]
     inside = np.clip(order, 0, 11).astype(np.int32)
-    given = jnp.asarray(starts, jnp.int32), bias, jnp.asarray(order, jnp.int32)
-    got = run_or_skip((x, kernel, *given, jnp.asarray(order, jnp.int32), *others), settings)
+    indices = jnp.asarray(starts, jnp.int32), bias, jnp.asarray(order, jnp.int32)
+    got = run_or_skip((x, kernel, *indices, jnp.asarray(order, jnp.int32), *others), settings)
     within = np.clip(starts, 0, 12)
     want = in_double((x, kernel, within, bias, inside, inside, *others), **settings)
     # Rows 0 and 11 of the result are more than one row's.
@@ -171,7 +171,7 @@ def test_refuses_with_a_reason(counts, change, reason):
         "norm",
         "weights",
     )
-    given = dict(zip(names, arrays, strict=True)) | settings | change
-    result = refuses(**given)
+    changed = dict(zip(names, arrays, strict=True)) | settings | change
+    result = refuses(**changed)
     assert result is not None
     assert reason in result

@@ -56,8 +56,8 @@ WORDS = workspace_words(130, 512, Cut(256, 256))
 ROWS = [((B,), jnp.int32)] * 2
 SELECT = {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("highest", 128))}
 HASH = [((B, 1, 4, 2), jnp.uint32), ((B, 256, 1, 2), jnp.uint32), *ROWS]
-GIVEN = ("biased", "normed", "added", "gated", "transposed")
-GIVEN_GROUPED = ("biased", "takes", "puts", "normed", "weighted", "gated", "clamped")
+OPTIONS = ("biased", "normed", "added", "gated", "transposed")
+GROUPED_OPTIONS = ("biased", "takes", "puts", "normed", "weighted", "gated", "clamped")
 HASH_CUT = hashed.HashCut(256, 2)
 HASH_WORDS = hashed.workspace_words(256, 256, HASH_CUT)
 LAYER_WORDS = hashed.workspace_words(128, 20, HASH_CUT, 2 * 66)
@@ -85,7 +85,7 @@ CALLS = {
             *(((*shape,), jnp.bfloat16) for shape in ((2, 40), (64,), (B, 40))),
         ],
         [((B, 40), jnp.float32)],
-        dict.fromkeys(GIVEN, np.bool_(True)) | {"bits": np.int32(8), "eps": np.float32(1e-6)},
+        dict.fromkeys(OPTIONS, np.bool_(True)) | {"bits": np.int32(8), "eps": np.float32(1e-6)},
         None,
     ),
     "grouped_linear": (
@@ -95,7 +95,7 @@ CALLS = {
             *[((64,), jnp.bfloat16), ((4,), jnp.float32)],
         ],
         [((4, 40), jnp.float32)],
-        dict.fromkeys(GIVEN_GROUPED, np.bool_(True))
+        dict.fromkeys(GROUPED_OPTIONS, np.bool_(True))
         | {name: np.float32(1) for name in ("eps", "limit", "alpha")},
         None,
     ),
@@ -180,7 +180,7 @@ def aliased(aliases, count) -> set[int]:
 
 
 @pytest.mark.parametrize("target", CALLS)
-def test_a_good_call_is_taken(target, kernels):
+def test_a_good_call_runs(target, kernels):
     call(target, *CALLS[target])
 
 
@@ -343,14 +343,14 @@ def test_lowering_for_cuda(operation, kernels):
 
 def test_scores_that_no_histogram_holds_are_refused(kernels):
     arguments, results, attributes, _ = CALLS["hash_select"]
-    wide = [((B, 16, 4, 2), jnp.uint32), *arguments[1:]]
+    large_codes = [((B, 16, 4, 2), jnp.uint32), *arguments[1:]]
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"scores that are not in 0\.\.4095"):
-        call("hash_select", wide, results, attributes, None)
+        call("hash_select", large_codes, results, attributes, None)
 
 
 @pytest.mark.parametrize("drafted", [False, True], ids=["one-hot", "logits"])
 def test_stochastic_verification_keeps_two_percent_of_the_logits(drafted, kernels):
-    """What the compiled program needs beside its arguments and results."""
+    """What the compiled program needs besides its arguments and results."""
     arguments = stochastic_arguments(4, 128256, drafted=drafted)
     static = {"rule": "token", "filtered": False, "axis_name": None}
     run = partial(VERIFY_STOCHASTIC.backend("cuda").run, **static)

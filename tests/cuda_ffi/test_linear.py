@@ -67,9 +67,9 @@ def test_every_scale_of_a_block_is_exact(scales, power):
     x = jnp.asarray(np.ldexp(rng.standard_normal((3, 160)), power), jnp.bfloat16)
     settings = {"gated": False, "transposed": False, "dtype": jnp.dtype("float32")}
     got = run_or_skip((x, kernel, None, None, None), settings)
-    weights, wide = numbers(kernel), np.float64(np.float32(x))
-    error = np.abs(got - wide @ weights)
-    assert np.all(error <= 1e-6 * (np.abs(wide) @ np.abs(weights)))
+    weights, x64 = numbers(kernel), np.float64(np.float32(x))
+    error = np.abs(got - x64 @ weights)
+    assert np.all(error <= 1e-6 * (np.abs(x64) @ np.abs(weights)))
     spoiled = MXFP4(kernel.codes.at[1, 32:48].set(0), kernel.scales.at[1, 2].set(255))
     again = run_or_skip((x, spoiled, None, None, None), settings)
     assert np.isnan(again[:, 1]).all()
@@ -87,9 +87,9 @@ def test_a_row_alone_is_the_row_among_others(case):
     arrays, settings = arguments(*CASES[case])
     (x, kernel, bias, norm, add), every = arrays, run_or_skip(arrays, settings)
     for row in (0, x.shape[0] - 1):
-        here = slice(row, row + 1)
-        alone = (x[here], kernel, bias, norm, None if add is None else add[here])
-        np.testing.assert_array_equal(run_or_skip(alone, settings), every[here])
+        one = slice(row, row + 1)
+        alone = (x[one], kernel, bias, norm, None if add is None else add[one])
+        np.testing.assert_array_equal(run_or_skip(alone, settings), every[one])
 
 
 @pytest.mark.parametrize(

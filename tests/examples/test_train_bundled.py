@@ -76,7 +76,7 @@ def metadata(**fields):
         ({}, None),
     ],
 )
-def test_licences_are_taken_from_an_allow_list(fields, expected):
+def test_licences_are_those_of_an_allow_list(fields, expected):
     assert permissive_licence(metadata(**fields)) == expected
 
 
@@ -147,7 +147,7 @@ def test_scanned_training_decoder_is_the_decoder():
         leaves.append(jnp.asarray(value, jnp.bfloat16))
     decoder = nnx.merge(target_graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
     positions = np.broadcast_to(np.arange(48, dtype=np.int32), (2, 48))
-    plain = jax.jit(lambda own: own.logits(own(tokens, positions, attend, None)[0]))(decoder)
+    plain = jax.jit(lambda model: model.logits(model(tokens, positions, attend, None)[0]))(decoder)
     np.testing.assert_allclose(scanned, plain, atol=0.03)
 
 
@@ -313,8 +313,8 @@ def _state_of(process: int) -> str | None:
 def test_smoke_run_and_its_continuation(tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "examples.train_bundled", "--smoke", "--minutes", "1"]
-        kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        environment = {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        others = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environment = {**others, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         command += ["--state", str(tmp_path / "state"), *map(str, arguments)]
         subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=150)
 

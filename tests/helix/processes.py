@@ -42,9 +42,9 @@ DRAFTS = {
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def start(*arguments: str, devices: int = 1, **more: str) -> subprocess.Popen[str]:
@@ -122,13 +122,13 @@ def together(index: int) -> dict[str, Any]:
 
     with mock.patch.object(StoredTensor, "blocks", counted):
         experts = helix.load_model(GOLDEN / "deepseek_v3", helix.HelixConfig(kvp=2, ep=2))
-    own = experts.model.layers[1].mlp.experts.down.kernel.get_value().addressable_data(0)
+    kernel_shard = experts.model.layers[1].mlp.experts.down.kernel.get_value().addressable_data(0)
 
     return {
-        "experts": np.asarray(own).tolist(),
+        "experts": np.asarray(kernel_shard).tolist(),
         "read": sorted(name for name in read if ".experts." in name),
         "devices": (jax.device_count(), jax.local_device_count()),
-        "held": [shard.data.shape for shard in kernel.addressable_shards],
+        "shards": [shard.data.shape for shard in kernel.addressable_shards],
         "tokens": tokens_of(model, draft=NGRAM),
         "grown": grown(model),
         "scores": [row.tolist() for row in jspec.score_tokens(model, TEXTS)],
@@ -218,7 +218,7 @@ def unequal(index: int) -> dict[str, Any]:
 
 
 def stuck(index: int, victim: int, where: str) -> None:
-    """Process ``victim`` sleeps, alive, behind its first chunk of steps: before it takes part in
+    """Process ``victim`` sleeps, alive, after its first chunk of steps: before it takes part in
     the next one's collectives, or in its callback."""
     model = helix.load_model(GOLDEN / "qwen3", helix.HelixConfig(kvp=2, block=4))
     calls, right = [], Chunks.start

@@ -21,7 +21,7 @@ from jspec.ops.attention.merge import merge_attention
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 BLOCK, SIZE = 4, 8
-# Shards without a token, blocks that end before, in and behind a pass.
+# Shards without a token, blocks that end before, in and after a pass.
 LENGTHS = (0, 1, 3, 4, 15, 30, 37)
 HEADS = {"gqa": (8, 2), "mha": (8, 8), "mqa": (8, 1), "gqa4": (16, 4)}
 LATENT, MAPPED = 6, 5  # channels of the keys that are values, and of what a head makes of them
@@ -41,7 +41,7 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
-def wanted(q, k, v, begin: int, window: int | None = None) -> np.ndarray:
+def reference(q, k, v, begin: int, window: int | None = None) -> np.ndarray:
     """One row: ``q [T, N, H]`` at positions from ``begin`` on over ``k, v [S, K, H]``."""
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1).astype(np.float64) for x in (k, v))
     out = np.zeros((*q.shape[:2], v.shape[-1]))
@@ -56,7 +56,7 @@ def wanted(q, k, v, begin: int, window: int | None = None) -> np.ndarray:
 
 
 def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int, up=None):
-    """``q`` of ``tokens`` behind each of ``lengths``, in a cache that was poisoned before.
+    """``q`` of ``tokens`` after each of ``lengths``, in a cache that was poisoned before.
 
     The prefix comes in two passes, whose queries are its keys; then a draft that is rejected, and
     what takes its place. Outputs of the prefix, of ``q``, and the cache. With ``up``, the map of
@@ -85,8 +85,8 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int,
             where = jnp.where(index < begin[:, None], index, -1)
             part = slice(start, start + half)
             queries = jnp.repeat(k[:, part], group, axis=2)
-            own, cache = run(queries, k[:, part], v[:, part], where, cache)
-            prefix.append(own)
+            outputs, cache = run(queries, k[:, part], v[:, part], where, cache)
+            prefix.append(outputs)
         where = begin[:, None] + jnp.arange(tokens, dtype=jnp.int32)[None]
         new_k, new_v = (jnp.take_along_axis(x, where[..., None, None], axis=1) for x in (k, v))
         _, cache = run(q, -new_k, 3 * new_v, where, cache)
@@ -118,14 +118,14 @@ def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) ->
     )
     prefix, out, cache = attended(helix, spec, q, k, v, LENGTHS, tokens)
     for row, length in enumerate(LENGTHS):
-        right = wanted(q[row], k[row], v[row], length, window)
+        right = reference(q[row], k[row], v[row], length, window)
         np.testing.assert_allclose(out[row], right, rtol=1e-5, atol=1e-5)
         queries = np.repeat(k[row, :length], num_heads // kv_heads, axis=1)
-        right = wanted(queries, k[row], v[row], 0, window)
+        right = reference(queries, k[row], v[row], 0, window)
         np.testing.assert_allclose(prefix[row, :length], right, rtol=1e-5, atol=1e-5)
     # Every device holds its share and no more.
-    held = 64 if window is None else min(window + tokens, 64)
-    rounded = -(-held // (BLOCK * helix.stripes)) * BLOCK if helix.stripes > 1 else held
+    slots = 64 if window is None else min(window + tokens, 64)
+    rounded = -(-slots // (BLOCK * helix.stripes)) * BLOCK if helix.stripes > 1 else slots
     shares = {x.data.shape for x in cache.keys(0).addressable_shards}
     assert shares == {(rows, rounded, kv_heads // tpa, SIZE)}
 
@@ -151,7 +151,7 @@ MORE_OF_LATENTS = sorted(
     ("kvp", "tokens", "where"),
     [
         *FIRST_OF_LATENTS,
-        *(pytest.param(*own, marks=pytest.mark.slow) for own in MORE_OF_LATENTS),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_LATENTS),
     ],
     ids=str,
 )
@@ -166,7 +166,7 @@ def test_latent_attention_is_that_of_one_device(kvp, tokens, where):
     prefix, out, cache = attended(helix, spec, q, k, k, LENGTHS, tokens, up)
 
     def right(q, k, begin):
-        read = wanted(q, k, k[..., :LATENT], begin)
+        read = reference(q, k, k[..., :LATENT], begin)
         return np.einsum("tnv,nvh->tnh", read, up.astype(np.float64))
 
     for row, length in enumerate(LENGTHS):
@@ -204,7 +204,7 @@ def test_what_helix_is_compared_with_is_as_exact(strategy):
     ("kvp", "tpa", "tokens", "window"),
     [
         (4, 2, 4, 13),
-        *(pytest.param(*own, 6, marks=pytest.mark.slow) for own in [(1, 2, 4), (8, 1, 9)]),
+        *(pytest.param(*case, 6, marks=pytest.mark.slow) for case in [(1, 2, 4), (8, 1, 9)]),
         *(pytest.param(2, 1, 9, n, marks=pytest.mark.slow) for n in (1, 7, 8, 20, 50, 64)),
     ],
 )
@@ -231,11 +231,11 @@ def test_the_merge_has_the_bits_of_one_device(dtype, by):
         in_specs=(P("kvp", None, None, "tpa"), P("kvp", None, None, "tpa")),
         out_specs=P(None, None, helix.axes),
     )
-    found, alone = jax.jit(run)(outs, lses), jax.jit(merge_attention)(outs, lses)
-    for x, y in zip(found, alone, strict=True):
+    merged, alone = jax.jit(run)(outs, lses), jax.jit(merge_attention)(outs, lses)
+    for x, y in zip(merged, alone, strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
-    assert not np.isnan(np.asarray(found[0], np.float32)).any()
+    assert not np.isnan(np.asarray(merged[0], np.float32)).any()
 
 
 def test_a_rank_attends_as_one_device_does_to_its_part():
@@ -273,20 +273,22 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
     def body():
         layout = whole.part("kvp")
         slots = jnp.arange(layout.size, dtype=jnp.int32)
-        found = layout.slots(positions), layout.slot_positions(newest), layout.at(slots)
-        return jax.tree.map(lambda x: x[None], (*found, layout.last_slots(positions)))
+        parts = layout.slots(positions), layout.slot_positions(newest), layout.at(slots)
+        return jax.tree.map(lambda x: x[None], (*parts, layout.last_slots(positions)))
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=(), out_specs=P("kvp"))
-    slots, held, at, seen = map(np.asarray, jax.jit(run)())
-    np.testing.assert_array_equal(np.concatenate(list(held), axis=1), whole.slot_positions(newest))
+    slots, stored, at, last_slots = map(np.asarray, jax.jit(run)())
+    np.testing.assert_array_equal(
+        np.concatenate(list(stored), axis=1), whole.slot_positions(newest)
+    )
     share = size // 4
-    ranks, own = np.divmod(np.asarray(whole.slots(positions)), share)
+    ranks, local = np.divmod(np.asarray(whole.slots(positions)), share)
     for rank in range(4):
-        np.testing.assert_array_equal(slots[rank], np.where(ranks == rank, own, share))
+        np.testing.assert_array_equal(slots[rank], np.where(ranks == rank, local, share))
         if wraps:
             continue
         upto = [((at[rank] <= position) & (position >= 0)).sum() for position in range(-1, 64)]
-        np.testing.assert_array_equal(seen[rank], np.array(upto) - 1)
+        np.testing.assert_array_equal(last_slots[rank], np.array(upto) - 1)
 
 
 def test_what_is_exchanged_is_one_message():

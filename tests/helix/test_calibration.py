@@ -66,11 +66,11 @@ def test_times_by_the_law_give_its_constants(tmp_path):
     assert [fit.gbps for fit in fits] == pytest.approx([360, 4320])
     assert [len(fit.points) for fit in fits] == [40, 2]
     assert all(abs(point.residual) < 1e-9 for fit in fits for point in fit.points)
-    found = calibrated(Constants(row_us=1.0), H200, fits)
-    wanted = Constants(
+    constants = calibrated(Constants(row_us=1.0), H200, fits)
+    expected = Constants(
         row_us=1.0, collective_us=7.5, link_share=360 / 450, attention_us=3.5, memory_share=0.9
     )
-    assert vars(found) == pytest.approx(vars(wanted))
+    assert vars(constants) == pytest.approx(vars(expected))
 
 
 def test_noise_is_averaged_and_told(tmp_path):
@@ -101,8 +101,8 @@ def test_latents_give_the_rate_of_their_arithmetic(tmp_path, capsys):
     assert fit.tflops == pytest.approx(500)
     assert len(fit.points) == 3
     assert fit.points[-1].residual == pytest.approx(0)
-    found = calibrated(Constants(arithmetic_share=0.8), H200, [fit])
-    assert found.attention_share == pytest.approx(500 / (0.8 * H200.tflops))
+    constants = calibrated(Constants(arithmetic_share=0.8), H200, [fit])
+    assert constants.attention_share == pytest.approx(500 / (0.8 * H200.tflops))
     assert main(["simulate", "measured", path, "--hardware", "h200", "--calibrate", path]) == 0
     assert "500 TFLOP/s, attention_share=" in " ".join(capsys.readouterr().out.split())
 
@@ -164,8 +164,8 @@ def test_the_command_shows_and_uses_what_it_fitted(tmp_path, capsys):
     assert "4,320 GB/s, memory_share=0.9 of 4,800; attention_us=3.5" in shown
     assert "all_gather, P=4, 2,048 bytes" in shown
     assert main([*command, "--set", "kernel_us=1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["constants"]["kernel_us"] == 1
-    assert found["constants"]["collective_us"] == found["fits"][0]["fixed_us"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["constants"]["kernel_us"] == 1
+    assert printed["constants"]["collective_us"] == printed["fits"][0]["fixed_us"]
     assert main([*command[:8], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["frontiers"] != found["frontiers"]
+    assert json.loads(capsys.readouterr().out)["frontiers"] != printed["frontiers"]

@@ -49,7 +49,7 @@ DRAFTERS: dict[str, Drafter] = {
     "refreshed": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, refresh=1)),
     "ahead": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, score="softmax", ahead=3)),
 }
-LENGTHS = (40, 1, 17, 6)  # blocks of 4 end before, in and behind a group of 4
+LENGTHS = (40, 1, 17, 6)  # blocks of 4 end before, in and after a group of 4
 GREEDY, SAMPLED, FILTERED = {}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9}
 MIXED, DRAWN = (GREEDY, SAMPLED), (SAMPLED, FILTERED)  # that rows take in turn
 MESHES = ((1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1))  # all that 2 key-value heads go with
@@ -64,7 +64,7 @@ def model() -> Decoder:
 def decoded(model, draft: Drafter, *modes: dict) -> tuple[list[list[int]], str]:
     """Tokens of the rows, which take ``modes`` in turn, and the program that a chunk is."""
     rows = enumerate(itertools.islice(itertools.cycle(modes), len(TEXTS)))
-    params = [jspec.SamplingParams(max_new_tokens=16, seed=i, **own) for i, own in rows]
+    params = [jspec.SamplingParams(max_new_tokens=16, seed=i, **mode) for i, mode in rows]
     config = jspec.StepConfig(0 if isinstance(draft, jspec.NoDraft) else 3, draft)
     arrays = prepare_params(config.cache_policy, model)
     models = jspec.Models(model, policy=arrays)
@@ -84,21 +84,21 @@ def alone(model) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def on_one(model) -> Callable[[str, tuple[dict, ...]], list[list[int]]]:
     """Tokens of one device with a drafter, on which those that are sampled depend."""
-    found: dict[tuple[str, bool], list[list[int]]] = {}
+    cached: dict[tuple[str, bool], list[list[int]]] = {}
 
     def of(name: str, modes: tuple[dict, ...]) -> list[list[int]]:
         key = name, modes is MIXED
-        if key not in found:
-            found[key] = decoded(model, DRAFTERS[name], *modes)[0]
-        return found[key]
+        if key not in cached:
+            cached[key] = decoded(model, DRAFTERS[name], *modes)[0]
+        return cached[key]
 
     return of
 
 
 def gathered(program: str, operation: str = "all-gather") -> list[int]:
     """How many numbers each all-gather, or other operation, of a compiled program gives."""
-    found = re.findall(rf"= ([^=]*?) {operation}(?:-start)?\(", program)
-    shapes = [shape for result in found for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
+    results = re.findall(rf"= ([^=]*?) {operation}(?:-start)?\(", program)
+    shapes = [shape for result in results for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
 
@@ -108,10 +108,10 @@ def check(model, name: str, kvp: int, tpa: int, right: list[list[int]], *modes: 
     assert tokens == right
     # A device has 2048 / N of the vocabulary for each of 16 positions, and more of the cache.
     assert "all-reduce" in program
-    most = 2048 // (kvp * tpa) - 1
+    limit = 2048 // (kvp * tpa) - 1
     if SAMPLED in modes:  # numbers of the first and the last tile of each position and device
-        most = max(most, 2 * 16 * kvp * tpa)
-    assert all(size <= most for size in gathered(program)), gathered(program)
+        limit = max(limit, 2 * 16 * kvp * tpa)
+    assert all(size <= limit for size in gathered(program)), gathered(program)
 
 
 @pytest.mark.parametrize(("name", "kvp", "tpa"), [("ngram", 4, 1), ("ahead", 4, 2)], ids=str)
@@ -136,7 +136,7 @@ MORE = (
 
 @pytest.mark.parametrize(
     ("name", "kvp", "tpa"),
-    [*FIRST, *(pytest.param(*own, marks=pytest.mark.slow) for own in MORE)],
+    [*FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
     ids=str,
 )
 def test_greedy_and_sampled_rows_have_the_tokens_of_one_device(
@@ -174,16 +174,16 @@ def test_one_sided_messages_have_the_same_tokens(model, alone):
 @pytest.mark.slow
 def test_a_request_goes_into_a_slot_of_a_running_batch(model):
     """Each device takes its part of the row, and what the drafter picked of it."""
-    params, found = jspec.SamplingParams(max_new_tokens=12), []
+    params, tokens = jspec.SamplingParams(max_new_tokens=12), []
     config = jspec.StepConfig(3, DRAFTERS["vegas"])
-    for own in (model, helix.shard(model, helix.HelixConfig(kvp=2, tpa=2, block=4))):
-        state = jspec.start_decoding(own, TEXTS, params, config, capacity=256)
-        state = jspec.speculative_step(own, state, config)
-        state = jspec.fill_slot(own, state, 2, TEXTS[0], params, config)
+    for either in (model, helix.shard(model, helix.HelixConfig(kvp=2, tpa=2, block=4))):
+        state = jspec.start_decoding(either, TEXTS, params, config, capacity=256)
+        state = jspec.speculative_step(either, state, config)
+        state = jspec.fill_slot(either, state, 2, TEXTS[0], params, config)
         while not bool(state.done.all()):
-            state = jspec.speculative_step(own, state, config)
-        found.append(np.asarray(state.tokens))
-    np.testing.assert_array_equal(*found)
+            state = jspec.speculative_step(either, state, config)
+        tokens.append(np.asarray(state.tokens))
+    np.testing.assert_array_equal(*tokens)
 
 
 def test_a_checkpoint_goes_straight_to_its_shards():
@@ -199,16 +199,16 @@ def test_a_checkpoint_goes_straight_to_its_shards():
         )
         for path, x in params.items()
     }
-    held = {name: found for name, (_, (found,), devices) in shares.items() if devices == 4}
-    assert held.keys() == shares.keys()
+    shard_shapes = {name: shape for name, (_, (shape,), devices) in shares.items() if devices == 4}
+    assert shard_shapes.keys() == shares.keys()
     layer = "layers.0."
-    assert held["embedding.value"] == (112 // 4, 32)
-    assert held[f"{layer}attention.qkv.kernel.value"] == (32, 2 // 2, 64)
-    assert held[f"{layer}attention.qkv.bias.value"] == (2 // 2, 64)
-    assert held[f"{layer}attention.out.kernel.value"] == (64 // 4, 32)
-    assert held[f"{layer}mlp.gate_up.kernel.value"] == (32, 2, 40 // 4)
-    assert held[f"{layer}mlp.down.kernel.value"] == (40 // 4, 32)
-    assert held["norm.scale.value"] == (32,)
+    assert shard_shapes["embedding.value"] == (112 // 4, 32)
+    assert shard_shapes[f"{layer}attention.qkv.kernel.value"] == (32, 2 // 2, 64)
+    assert shard_shapes[f"{layer}attention.qkv.bias.value"] == (2 // 2, 64)
+    assert shard_shapes[f"{layer}attention.out.kernel.value"] == (64 // 4, 32)
+    assert shard_shapes[f"{layer}mlp.gate_up.kernel.value"] == (32, 2, 40 // 4)
+    assert shard_shapes[f"{layer}mlp.down.kernel.value"] == (40 // 4, 32)
+    assert shard_shapes["norm.scale.value"] == (32,)
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ def test_each_device_keeps_its_slots_and_gets_its_share_of_the_new_ones(windowed
     for name, was in before[0].items():
         now = on_devices(after.cache.columns[0][name])
         assert {x.shape for x in now} == {(3, 40, 1, 16)}
-        for own, x in zip(was, now, strict=True):
-            np.testing.assert_array_equal(x[:, :16], own)
-    for own, x in zip(picks, on_devices(after.draft.picked[0]), strict=True):
+        for old, x in zip(was, now, strict=True):
+            np.testing.assert_array_equal(x[:, :16], old)
+    for old, x in zip(picks, on_devices(after.draft.picked[0]), strict=True):
         assert x.shape == (3, 35)  # half of the capacity
-        np.testing.assert_array_equal(x[:, : own.shape[1]], own)
-        assert (x[:, own.shape[1] :] == -1).all()
+        np.testing.assert_array_equal(x[:, : old.shape[1]], old)
+        assert (x[:, old.shape[1] :] == -1).all()
     for x, y in zip(*(jax.tree.leaves(c[1]) for c in (columns, after.cache.columns)), strict=True):
         assert x is y
 
@@ -97,16 +97,16 @@ def test_a_batch_that_grows_gives_the_tokens_of_one_device(draft, windowed, monk
     gamma = 0 if draft is None else 3
     run = {"draft": draft, "gamma": gamma, "steps_per_chunk": 2}
     right = jspec.generate(windowed, TEXTS, LONG, **run)
-    seen = []
+    sizes = []
 
     def watched(state, capacity, config):
-        seen.append((state.cache.layouts[0].size, capacity))
+        sizes.append((state.cache.layouts[0].size, capacity))
         return rows.grow_capacity(state, capacity, config)
 
     monkeypatch.setattr(runner, "grow_capacity", watched)
     monkeypatch.setattr(generation, "START", 12)
     monkeypatch.setattr(prefill, "CAPACITY_STEP", 4)
     sharded = helix.shard(windowed, helix.HelixConfig(kvp=2, tpa=2, block=2))
-    found = jspec.generate(sharded, TEXTS, LONG, **run)
-    assert found.tokens == right.tokens
-    assert seen == [(40, 52)]
+    grown = jspec.generate(sharded, TEXTS, LONG, **run)
+    assert grown.tokens == right.tokens
+    assert sizes == [(40, 52)]

@@ -41,7 +41,7 @@ SOON = 120  # seconds, most of which two processes take to start on a busy machi
 CHANGED = "a copy of the model with another last byte"
 
 
-def found_by(check: str, devices: int) -> list[dict]:
+def results_of(check: str, devices: int) -> list[dict]:
     port = str(free_port())
     started = [
         start("tests.helix.processes", check, port, "2", str(index), devices=devices)
@@ -54,7 +54,7 @@ def found_by(check: str, devices: int) -> list[dict]:
 
 @pytest.mark.slow
 def test_two_processes_decode_as_one_device_does():
-    first, second = found_by("together", devices=1)
+    first, second = results_of("together", devices=1)
     fails = (first.pop("fails in one"), second.pop("fails in one"))
     assert fails == ("ElsewhereError: process 1: the disk is full", "OSError: the disk is full")
     # Of eight experts each reads its own, and of every other weight what it needs.
@@ -67,12 +67,12 @@ def test_two_processes_decode_as_one_device_does():
         np.testing.assert_array_equal(result.pop("experts"), kernel[4 * index : 4 * index + 4])
     assert first == second
     assert first["devices"] == [2, 1]
-    assert first["held"] == [[40 // 2, 32]]
+    assert first["shards"] == [[40 // 2, 32]]
     model = jspec.load_model(GOLDEN / "qwen3")
     assert first["tokens"] == [list(row) for row in tokens_of(model, draft=NGRAM)]
     assert first["grown"] == [list(row) for row in grown(model)]
-    for own, alone in zip(first["scores"], jspec.score_tokens(model, TEXTS), strict=True):
-        np.testing.assert_allclose(own, alone, rtol=0, atol=1e-5)
+    for scores, alone in zip(first["scores"], jspec.score_tokens(model, TEXTS), strict=True):
+        np.testing.assert_allclose(scores, alone, rtol=0, atol=1e-5)
     assert all(0 < len(row) < 12 for row in first["ended by process 0"][0])
     assert first["all"] == [{"index": 0, "text": ""}, {"index": 1, "text": "é" * 300}]
     assert first["first"] == 0
@@ -85,7 +85,7 @@ def test_two_processes_decode_as_one_device_does():
 
 @pytest.mark.slow
 def test_two_processes_with_two_devices_each_draft_as_one_device_does():
-    first, second = found_by("drafts", devices=2)
+    first, second = results_of("drafts", devices=2)
     assert first == second
     model = jspec.load_model(GOLDEN / "qwen3")
     for name in DRAFTS:
@@ -95,7 +95,7 @@ def test_two_processes_with_two_devices_each_draft_as_one_device_does():
 @pytest.mark.slow
 def test_processes_that_differ_are_all_told_what_differs():
     begin = time.monotonic()
-    first, second = found_by("unequal", devices=1)
+    first, second = results_of("unequal", devices=1)
     assert time.monotonic() - begin < SOON
     for name, raised, message in (
         ("disk", "OSError", "the disk is full"),
@@ -243,7 +243,10 @@ def test_what_differs_or_fails_is_said_by_all(of_one, of_other, message, folder,
         largest.write_bytes(content)
         of_other = ("--model", str(changed))
     port, begin = free_port(), time.monotonic()
-    both = [command(i, port, "--model", folder, *own) for i, own in enumerate((of_one, of_other))]
+    both = [
+        command(i, port, "--model", folder, *options)
+        for i, options in enumerate((of_one, of_other))
+    ]
     for code, out, error in ends_of(both):
         assert (code, out) == (2, "")
         assert message in error
@@ -375,7 +378,7 @@ def test_hosts_from_text():
         made(Hosts, "--hosts", "x", "processes=two")
 
 
-def test_a_process_alone_hears_itself():
+def test_a_process_alone_gets_what_it_sends():
     assert from_all({"x": 1}) == [{"x": 1}]
     assert from_first("x") == "x"
     with pytest.raises(KeyError), all_or_none():

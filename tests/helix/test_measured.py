@@ -40,23 +40,23 @@ def written(tmp_path, operation: str, *cases: dict) -> str:
 )
 def test_attention_is_its_reads_and_its_message(text, read, sent, tmp_path):
     path = written(tmp_path, "attend", LAYER.case(f"S=256K,{text}"))
-    (found,) = predictions(path, H200, FREE)
-    wanted = read / READ + (0 if sent is None else 1 + sent / SENT)
-    assert found.measured_us == 4
-    assert found.predicted_us == pytest.approx(wanted)
-    assert found.error == pytest.approx(wanted / 4 - 1)
+    (prediction,) = predictions(path, H200, FREE)
+    expected = read / READ + (0 if sent is None else 1 + sent / SENT)
+    assert prediction.measured_us == 4
+    assert prediction.predicted_us == pytest.approx(expected)
+    assert prediction.error == pytest.approx(expected / 4 - 1)
 
 
 @pytest.mark.parametrize(("text", "messages"), [("kvp=1", 0), ("kvp=2", 3), ("tpa=2", 2)])
 def test_a_step_is_weights_cache_and_messages(text, messages, tmp_path):
     path = written(tmp_path, "step", STEP.case(f"S=256K,{text}"))
-    (found,) = predictions(path, H200, dataclasses.replace(FREE, link_share=1e9))
+    (prediction,) = predictions(path, H200, dataclasses.replace(FREE, link_share=1e9))
     devices = 1 + (messages > 0)
     # Llama 3.1 8B without the embedding that looks tokens up; all of KVP project q, k and v.
     weights = 2 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096)
     copied = 2 * 32 * 4096 * 48 * 128 if text == "kvp=2" else 0
     read = (weights + copied + 2**18 * 2**17) / devices
-    assert found.predicted_us == pytest.approx(read / READ + 32 * messages, rel=1e-6)
+    assert prediction.predicted_us == pytest.approx(read / READ + 32 * messages, rel=1e-6)
 
 
 def test_what_the_simulator_does_not_know_is_left_out(tmp_path):
@@ -80,9 +80,9 @@ def test_the_command_fits_and_predicts(tmp_path, capsys):
     assert main(command) == 0
     assert "memory_share=0.833 of 4,800" in capsys.readouterr().out
     assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["constants"]["bytes_per_value"] == 2
-    assert found["predictions"][0]["error"] == pytest.approx(0, abs=0.01)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["constants"]["bytes_per_value"] == 2
+    assert printed["predictions"][0]["error"] == pytest.approx(0, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,10 @@ def test_what_two_gpus_took_is_predicted_within_a_quarter():
         results / f"{name}.json" for name in ("helix-step", "helix-attention", "collectives")
     )
     hardware = load_hardware("h200")
-    wide = Constants(bytes_per_value=2, bytes_per_activation=2)
-    constants = calibrated(wide, hardware, [*load_fits(messages), *load_fits(attention)])
-    found = [x for path in (step, attention) for x in predictions(path, hardware, constants)]
-    assert len(found) >= 20
-    assert max(abs(x.error) for x in found) <= 0.25
+    two_bytes = Constants(bytes_per_value=2, bytes_per_activation=2)
+    constants = calibrated(two_bytes, hardware, [*load_fits(messages), *load_fits(attention)])
+    all_predictions = [
+        x for path in (step, attention) for x in predictions(path, hardware, constants)
+    ]
+    assert len(all_predictions) >= 20
+    assert max(abs(x.error) for x in all_predictions) <= 0.25

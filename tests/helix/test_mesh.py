@@ -89,7 +89,7 @@ def test_an_exchange_that_cannot_run_is_refused(monkeypatch):
         _ = HelixConfig(kvp=2, exchange="pallas").mesh
 
 
-def test_chunks_are_those_that_were_measured_unless_given(monkeypatch):
+def test_chunks_are_those_that_were_measured_unless_named(monkeypatch):
     rules = ({"chunks": 1}, {"chunks": 4})
     monkeypatch.setattr(tuned, "block", lambda *args: rules[args[2]["rows"] > 8])
     monkeypatch.setattr(tuned, "blocks", lambda *args: rules)
@@ -99,9 +99,9 @@ def test_chunks_are_those_that_were_measured_unless_given(monkeypatch):
     at_once = HelixConfig(kvp=2, exchange="cuda")
     for one in (HelixConfig(tpa=2), HelixConfig(kvp=2, strategy="medha"), at_once):
         assert (one.chunks(9), one.compiler_options) == (1, {})
-    given = HelixConfig(kvp=2, overlap=2)
-    assert [given.chunks(rows) for rows in (1, 3)] == [1, 2]
-    assert given.compiler_options
+    named = HelixConfig(kvp=2, overlap=2)
+    assert [named.chunks(rows) for rows in (1, 3)] == [1, 2]
+    assert named.compiler_options
     assert not HelixConfig(kvp=2, overlap=1).compiler_options
 
 

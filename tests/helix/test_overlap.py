@@ -29,7 +29,7 @@ MESH = functools.partial(HelixConfig, kvp=4, block=4)
 
 
 def attended(config: HelixConfig, tokens: int, *, latent: bool = False, top: int = 0) -> np.ndarray:
-    """Attention of ``tokens`` behind each of `LENGTHS`, to the ``top`` positions if not to all."""
+    """Attention of ``tokens`` after each of `LENGTHS`, to the ``top`` positions if not to all."""
     spec = LayerSpec(1 if latent else 2, SIZE, SIZE - 4 * latent, values_in_keys=latent)
     cache = Cache.create(
         (spec,), layouts_on(config, (spec,), CAPACITY, gamma=3), BATCH, jnp.float32

@@ -21,10 +21,10 @@ def every_backend(operation: Operation) -> pytest.MarkDecorator:
 
 
 def every_case(
-    operation: Operation, wanted: Callable[[Case], bool] = lambda case: True
+    operation: Operation, selects: Callable[[Case], bool] = lambda case: True
 ) -> pytest.MarkDecorator:
     """Runs a test over the cases of ``operation`` that are wanted, given as ``case``."""
-    cases = list(filter(wanted, operation.cases()))
+    cases = list(filter(selects, operation.cases()))
     assert cases
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 

@@ -60,8 +60,8 @@ def test_pieces_are_where_numpy_puts_them(by, kvp, tpa, shape, dtype):
     x = np.asarray(jnp.asarray(x, dtype))
 
     def body(x):
-        given = jnp.moveaxis(x[0], 0, -1)  # the axis of pieces may be any
-        return all_to_all(given, helix.kvp_axes, axis=given.ndim - 1, by=by)[None]
+        pieces = jnp.moveaxis(x[0], 0, -1)  # the axis of pieces may be any
+        return all_to_all(pieces, helix.kvp_axes, axis=pieces.ndim - 1, by=by)[None]
 
     np.testing.assert_array_equal(on(helix, body, x), exchanged(x, kvp))
 
@@ -74,21 +74,21 @@ def test_messages_that_follow_each_other_are_not_mixed_up(by, kvp):
     sizes = (300, 3)
     first = [np.arange(kvp * kvp * n, dtype=np.int32).reshape(kvp, kvp, n) for n in sizes]
 
-    def body(*given):
+    def body(*starts):
         def step(_, i):
             send = functools.partial(all_to_all, axes=helix.kvp_axes, axis=0, by=by)
-            one = send(given[0][0] + i)
+            one = send(starts[0][0] + i)
             # Never true, but the message follows from the one before.
-            two = send(given[1][0] - i + (one.min() < -1).astype(jnp.int32))
+            two = send(starts[1][0] - i + (one.min() < -1).astype(jnp.int32))
             return None, (one, two)
 
         result = lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]
         return jax.tree.map(lambda x: x[None], result)
 
     result = on(helix, body, *first)
-    for given, sign, all_steps in zip(first, (1, -1), result, strict=True):
+    for start, sign, all_steps in zip(first, (1, -1), result, strict=True):
         for i in range(steps):
-            np.testing.assert_array_equal(all_steps[:, i], exchanged(given + sign * i, kvp))
+            np.testing.assert_array_equal(all_steps[:, i], exchanged(start + sign * i, kvp))
 
 
 def traced(by: By, size: int) -> str:
@@ -104,10 +104,10 @@ def traced(by: By, size: int) -> str:
 
 def test_larger_pieces_go_by_xla():
     over("cuda", 2)
-    most = cuda.MAX_BYTES // 4
-    assert [traced("cuda", size).count("all_to_all") for size in (most, most + 1)] == [0, 1]
-    assert takes("cuda", 4 * most)
-    assert not takes("cuda", 4 * most + 4)
+    limit = cuda.MAX_BYTES // 4
+    assert [traced("cuda", size).count("all_to_all") for size in (limit, limit + 1)] == [0, 1]
+    assert takes("cuda", 4 * limit)
+    assert not takes("cuda", 4 * limit + 4)
     assert takes("xla", 2**40)
 
 

@@ -177,9 +177,11 @@ def test_the_enumerated_law_is_the_target_law(toy, groups):
     for group in groups:
         blocks = block_law(toy, group.params, group.length)
         law = completed(toy, group.params, blocks)
-        own = completed(toy, group.params, {(): 1.0})
-        assert {k for k, p in law.items() if p > 1e-12} == {k for k, p in own.items() if p > 1e-12}
-        np.testing.assert_allclose([law[key] for key in own], list(own.values()), atol=1e-12)
+        alone = completed(toy, group.params, {(): 1.0})
+        assert {k for k, p in law.items() if p > 1e-12} == {
+            k for k, p in alone.items() if p > 1e-12
+        }
+        np.testing.assert_allclose([law[key] for key in alone], list(alone.values()), atol=1e-12)
 
 
 def by_backend(backend: str):

@@ -37,9 +37,9 @@ pytestmark = pytest.mark.usefixtures("optimised")
 BOUND = 1e-6  # of total variation
 
 
-def check_law(found: Enumerated) -> None:
-    assert found.variation < BOUND, f"total variation {found.variation:.1e}"
-    assert found.lost == 0, f"{found.lost} tokens that can never be drawn"
+def check_law(enumerated: Enumerated) -> None:
+    assert enumerated.variation < BOUND, f"total variation {enumerated.variation:.1e}"
+    assert enumerated.lost == 0, f"{enumerated.lost} tokens that can never be drawn"
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

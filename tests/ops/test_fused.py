@@ -66,7 +66,7 @@ def test_verify_and_pack_under_vmap(backend):
         assert_packed(packed, np.asarray(kv), assert_verified(verified, tokens))
 
 
-def test_a_single_block_takes_32_sequences_at_most():
+def test_a_single_block_takes_up_to_32_sequences():
     arguments = (*placed(accepted_tokens(33, 4)), jnp.zeros((33, 4, 4)))
     with pytest.raises(BackendError, match="cuda_single: B=33 must be at most 32"):
         verify_and_pack(*arguments, implementation="cuda_single")

@@ -59,18 +59,18 @@ def test_rows_are_those_of_the_columns(case, backend, memory):
         None if rows is None else (put("device", rows), jnp.asarray(early))
         for rows, early in (there[:2], there[2:])
     )
-    given = {
+    copies = {
         "device_rows": device_rows and DeviceRows(*device_rows),
         "prefetched": prefetched and PrefetchedRows(*prefetched, backend),
     }
-    got = jax.jit(lambda *x: fetch_rows(*x, implementation=backend, **given))(*arguments)
+    got = jax.jit(lambda *x: fetch_rows(*x, implementation=backend, **copies))(*arguments)
     for have, column in zip(got, columns, strict=True):
         assert not host.in_host(have)
         np.testing.assert_array_equal(have, rows_by_hand(column, slots))
 
 
 @every_backend(FETCH_ROWS)
-def test_what_is_near_is_taken_before_what_was_fetched_ahead_and_that_before_the_column(backend):
+def test_device_rows_come_before_prefetched_rows_and_those_before_the_column(backend):
     """Each has other rows by now: those of the column times 1, 2 and 3."""
     column = np.arange(1, 1 + 40 * 2 * 4, dtype=np.float32).reshape(1, 40, 2, 4)
     device_rows, prefetched, slots = (
@@ -85,8 +85,8 @@ def test_what_is_near_is_taken_before_what_was_fetched_ahead_and_that_before_the
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
     there = [
-        ((jnp.asarray(times * rows_by_hand(column, own)),), jnp.asarray(own))
-        for times, own in ((3, device_rows), (2, prefetched))
+        ((jnp.asarray(times * rows_by_hand(column, slots_of)),), jnp.asarray(slots_of))
+        for times, slots_of in ((3, device_rows), (2, prefetched))
     ]
     (got,) = fetch_rows(
         *arguments,

@@ -61,13 +61,13 @@ LIMITS = {
 
 
 @pytest.mark.parametrize(
-    ("operation", "backend", "arguments", "taken", "refused"), LIMITS.values(), ids=list(LIMITS)
+    ("operation", "backend", "arguments", "within", "refused"), LIMITS.values(), ids=list(LIMITS)
 )
-def test_what_is_taken_runs_and_what_is_refused_goes_elsewhere(
-    operation, backend, arguments, taken, refused
+def test_what_is_within_a_limit_runs_and_what_is_refused_goes_elsewhere(
+    operation, backend, arguments, within, refused
 ):
     static = _static(operation)
-    args = arguments(taken)
+    args = arguments(within)
     if reason := operation.backend(backend).supports(*args, **static):
         pytest.skip(f"{backend}: {reason}")
     _run(operation, backend, args)

@@ -46,26 +46,28 @@ def test_each_link_reads_the_one_before():
     mean = np.mean(y * y, axis=-1, keepdims=True)
     normed = y / np.sqrt(mean + 0.1) * np.float64(scale)
     both = np.einsum("bi,ija->bja", normed, np.float64(gate)) + np.float64(bias)
-    wide = silu(both[:, 0]) * both[:, 1]
-    want = [y, wide, wide @ np.float64(last) + y]
-    for got, wanted in zip(linear_chain(x, ops), want, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    activated = silu(both[:, 0]) * both[:, 1]
+    want = [y, activated, activated @ np.float64(last) + y]
+    for got, y in zip(linear_chain(x, ops), want, strict=True):
+        np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
 
 
 @every_case(LINEAR_CHAIN)
 def test_one_call_gives_the_bits_of_its_products(case):
     x, ops = case.arguments
     cuda_or_skip(x, ops, **case.static)
-    got = jax.jit(lambda *given: LINEAR_CHAIN(*given, implementation="cuda", **case.static))(x, ops)
-    found = []
+    got = jax.jit(lambda *arrays: LINEAR_CHAIN(*arrays, implementation="cuda", **case.static))(
+        x, ops
+    )
+    outputs = []
     for (kernel, bias, norm, add), other, gated in zip(ops, *case.static.values(), strict=True):
-        add = add if other is None else found[other]
+        add = add if other is None else outputs[other]
         settings = {"gated": gated, "transposed": False, "dtype": x.dtype}
-        found.append(
+        outputs.append(
             jax.jit(lambda *a, s=settings: linear_cuda(*a, **s))(x, kernel, bias, norm, add)
         )
-        np.testing.assert_array_equal(got[len(found) - 1], found[-1])
-        x = found[-1]
+        np.testing.assert_array_equal(got[len(outputs) - 1], outputs[-1])
+        x = outputs[-1]
 
 
 def test_one_call_has_the_gradients_of_the_products():
@@ -75,8 +77,8 @@ def test_one_call_has_the_gradients_of_the_products():
 
     def loss(name):
         def of(x, ops):
-            found = LINEAR_CHAIN(x, ops, implementation=name, **case.static)
-            return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in found)
+            outputs = LINEAR_CHAIN(x, ops, implementation=name, **case.static)
+            return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in outputs)
 
         return jax.jit(jax.grad(of, argnums=(0, 1), allow_int=True))(x, ops)
 
@@ -141,16 +143,16 @@ def test_one_call_comes_first_only_where_it_does_for_each_product(table):
     names = ("rows", "inputs", "outputs", "bits")
     rules = [*table.orders["linear"], *table.orders["linear_chain"]]
     bounds = [{rule.up_to[name] for rule in rules if name in rule.up_to} for name in names]
-    grid = [sorted({1, *found, *(bound + 1 for bound in found)}) for found in bounds]
+    grid = [sorted({1, *limits, *(bound + 1 for bound in limits)}) for limits in bounds]
 
     def takes(operation, sizes):
         return table.order(operation, dict(zip(names, sizes, strict=True)))[0] == "cuda"
 
     for rows, inputs, outputs, bits in itertools.product(*grid):
         if takes("linear_chain", (rows, inputs, outputs, bits)):
-            for read, wide in itertools.product(grid[1], grid[2]):
-                if read <= inputs and wide <= outputs:
-                    assert takes("linear", (rows, read, wide, bits)), (rows, read, wide, bits)
+            for read, written in itertools.product(grid[1], grid[2]):
+                if read <= inputs and written <= outputs:
+                    assert takes("linear", (rows, read, written, bits)), (rows, read, written, bits)
 
 
 def test_sizes_are_the_largest_of_all_products():
@@ -165,24 +167,24 @@ SIZES |= {"num_layers": 3, "num_heads": 2, "num_kv_heads": 1, "head_size": 32}
 
 def chains_of(monkeypatch, **settings) -> list[int]:
     """How many ops each chain has that a decoder of three layers calls for."""
-    found = []
+    counts = []
 
     def counted(x, ops):
-        found.append(len(ops))
+        counts.append(len(ops))
         return linear_chain(x, ops)
 
     monkeypatch.setattr("jspec.models.decoder.linear_chain", counted)
     model = Decoder(ModelConfig.uniform(**SIZES | settings), rngs=nnx.Rngs(0))
     tokens = jnp.zeros((1, 2), jnp.int32)
     model(tokens, jnp.arange(2)[None], causal, [])
-    return found
+    return counts
 
 
 def test_a_decoder_calls_for_a_chain_in_each_layer(monkeypatch):
     """Its last op is the projections of the next layer, which are then not computed again."""
     joined = []
-    own = JoinedLinear.joined
-    monkeypatch.setattr(JoinedLinear, "joined", lambda *given: joined.append(0) or own(*given))
+    original = JoinedLinear.joined
+    monkeypatch.setattr(JoinedLinear, "joined", lambda *args: joined.append(0) or original(*args))
     assert chains_of(monkeypatch) == [4, 4, 3]
     assert len(joined) == 1
 

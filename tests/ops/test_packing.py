@@ -103,9 +103,9 @@ def test_pack_inside_shard_map(backend):
         total = int(totals[i])
         assert total == expected.total
         np.testing.assert_array_equal(offsets[part], expected.offsets)
-        here = np.asarray(packed[4 * each * i : 4 * each * i + total])
+        block = np.asarray(packed[4 * each * i : 4 * each * i + total])
         np.testing.assert_array_equal(
-            here.view(np.uint8), np.asarray(expected.kv[:total]).view(np.uint8)
+            block.view(np.uint8), np.asarray(expected.kv[:total]).view(np.uint8)
         )
 
 

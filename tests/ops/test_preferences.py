@@ -96,7 +96,7 @@ def test_on_a_cpu_without_a_compiler_a_reference_runs(operation, monkeypatch):
 
 
 @over_operations
-def test_every_case_has_a_name_of_its_own_and_the_same_arguments_each_time(operation):
+def test_every_case_has_another_name_and_the_same_arguments_each_time(operation):
     cases = operation.cases()
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:

@@ -29,8 +29,8 @@ def numbers(kernel) -> np.ndarray:
     codes, scales = np.asarray(kernel.codes), np.asarray(kernel.scales)
     pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     factors = np.repeat(scales.view(jnp.float8_e8m0fnu).astype(np.float64), BLOCK, axis=-1)
-    wide = pairs.view(jnp.float4_e2m1fn).astype(np.float64) * factors
-    return np.moveaxis(wide, -1, kernel.leading)
+    numbers_of = pairs.view(jnp.float4_e2m1fn).astype(np.float64) * factors
+    return np.moveaxis(numbers_of, -1, kernel.leading)
 
 
 @pytest.mark.parametrize("kind", EIGHT_BITS)
@@ -39,13 +39,13 @@ def test_a_weight_of_8_bits_is_off_by_what_its_kind_allows(kind):
     kernel = normal(64, 3, 5).at[:, 1, 2].set(0)
     result = quantized(kernel, kind)
     assert (result.values.dtype.itemsize, result.shape) == (1, (64, 3, 5))
-    wide, scale = np.float64(kernel), np.float64(result.scale)
-    off = np.abs(numbers(result) - wide)
-    allowed = scale / 2 if kind == "int8" else np.maximum(np.abs(wide) / 16, scale * 2**-10)
+    exact, scale = np.float64(kernel), np.float64(result.scale)
+    off = np.abs(numbers(result) - exact)
+    allowed = scale / 2 if kind == "int8" else np.maximum(np.abs(exact) / 16, scale * 2**-10)
     assert (off <= allowed * 1.00001).all()
     assert off.max() > 0
-    largest = np.take_along_axis(off, np.abs(wide).argmax(axis=0)[None], axis=0)
-    np.testing.assert_allclose(largest, 0, atol=1e-6 * np.abs(wide).max())
+    largest = np.take_along_axis(off, np.abs(exact).argmax(axis=0)[None], axis=0)
+    np.testing.assert_allclose(largest, 0, atol=1e-6 * np.abs(exact).max())
     assert not result.scale[1, 2]
 
 
@@ -115,8 +115,8 @@ def test_matrices_of_leading_axes_are_each_as_alone():
     kernel = normal(3, 2, 2 * BLOCK, 2, 5)
     result = quantized(kernel, "mxfp4", leading=2)
     assert (result.shape, result.codes.shape) == (kernel.shape, (3, 2, 2, 5, BLOCK))
-    wide = np.asarray(dequantized(result, jnp.float32))
-    np.testing.assert_array_equal(wide, numbers(result))
+    result32 = np.asarray(dequantized(result, jnp.float32))
+    np.testing.assert_array_equal(result32, numbers(result))
     alone = quantized(kernel[2, 1], "mxfp4")
     np.testing.assert_array_equal(result.codes[2, 1], alone.codes)
     np.testing.assert_array_equal(result.scales[2, 1], alone.scales)
@@ -127,17 +127,17 @@ def test_bfloat16_has_every_weight_and_the_layout_is_that_of_checkpoints():
     scales = RNG.integers(2, packed.LARGEST + 1, (4, 7, 3), np.uint8)
     kernel = MXFP4(jnp.asarray(codes), jnp.asarray(scales), leading=1)
     want = packed.dequantized(codes.reshape(4, 7, 3, BLOCK // 2), scales)
-    wide = np.asarray(dequantized(kernel, jnp.float32))
-    np.testing.assert_array_equal(wide, np.swapaxes(want, 1, 2))
+    kernel32 = np.asarray(dequantized(kernel, jnp.float32))
+    np.testing.assert_array_equal(kernel32, np.swapaxes(want, 1, 2))
     half = np.asarray(dequantized(kernel, jnp.bfloat16))
-    np.testing.assert_array_equal(half.astype(np.float32), wide)
-    np.testing.assert_array_equal(numbers(kernel), wide)
+    np.testing.assert_array_equal(half.astype(np.float32), kernel32)
+    np.testing.assert_array_equal(numbers(kernel), kernel32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_weight_that_is_not_finite_shows(kind, bad):
-    """In products with its column; a block of MXFP4 beside it is as it was."""
+    """In products with its column; the next block of MXFP4 is as it was."""
     kernel = normal(2 * BLOCK, 3)
     spoiled = quantized(kernel.at[BLOCK, 1].set(bad), kind)
     result = np.asarray(linear(jnp.ones((2, 2 * BLOCK)), spoiled))
@@ -151,10 +151,10 @@ def test_a_weight_that_is_not_finite_shows(kind, bad):
 def test_a_product_is_that_with_the_scaled_values(kind):
     x, bias, norm = normal(3, 64), normal(2, 6), RMS(normal(64), 0.1)
     kernel = quantized(normal(64, 2, 6), kind)
-    wide = jnp.asarray(numbers(kernel), jnp.float32)
+    dense = jnp.asarray(numbers(kernel), jnp.float32)
     every: list[dict[str, Any]] = [{}, {"norm": norm}, {"gated": True, "norm": norm}]
     for settings in every:
-        got, want = (linear(x, one, bias, **settings) for one in (kernel, wide))
+        got, want = (linear(x, one, bias, **settings) for one in (kernel, dense))
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5 * np.abs(want).max())
 
 
@@ -179,7 +179,7 @@ def test_a_matrix_is_refused_that_has_leading_axes_or_no_whole_blocks():
 
 
 @pytest.mark.skipif(version("jaxlib").startswith("0.10."), reason="its XLA holds them even so")
-def test_weights_of_one_layer_at_a_time_are_wide_in_a_loop():
+def test_weights_of_one_layer_at_a_time_are_dequantised_in_a_loop():
     layers, inputs, outputs = 6, 64, 2048
     rng = np.random.default_rng(0)
     normal = rng.standard_normal((layers, inputs, outputs), np.float32)

@@ -31,10 +31,10 @@ def by_definition(x, kernel, bias, correction, norm, experts):
         best = [np.sort(group)[-count:].sum() for group in ranked.reshape(-1, each)]
         opened = np.argsort(best)[::-1][: experts.chosen_groups]
         allowed = [e for e in range(experts.routed) if e // each in opened]
-        own = sorted(allowed, key=lambda e: (-ranked[e], e))[: experts.chosen]
-        given = scores[own] / (scores[own].sum() if experts.normalized else 1)
-        chosen.append(own)
-        weights.append(given * experts.factor)
+        best = sorted(allowed, key=lambda e: (-ranked[e], e))[: experts.chosen]
+        normalized = scores[best] / (scores[best].sum() if experts.normalized else 1)
+        chosen.append(best)
+        weights.append(normalized * experts.factor)
     pairs = np.concatenate(chosen)
     order = sorted(range(len(pairs)), key=lambda pair: (pairs[pair], pair))
     starts = [int((pairs < e).sum()) for e in range(experts.routed + 1)]

@@ -69,7 +69,7 @@ def test_the_documented_key(role):
     assert numbers([11], [[5]], role)[0, 0] == expected
 
 
-def test_a_block_has_a_seed_of_its_own():
+def test_each_block_has_another_seed():
     """Its start is the upper word, and no block begins inside a block."""
     rows = sampling_of([SamplingParams(temperature=1.0)] * 2, [11, 12])
     blocks = rows.in_block(jnp.array([3, 4], jnp.int32))
@@ -158,7 +158,7 @@ def test_filters_follow_their_definition():
             )
 
 
-def kept(logits: list[float], **settings) -> list[int]:
+def filtered(logits: list[float], **settings) -> list[int]:
     rows = sampling_of([SamplingParams(**{"temperature": 1.0, **settings})])
     # With tokens that no filter keeps, so that one shape serves all.
     padded = np.pad(np.float32(logits), (0, 8 - len(logits)), constant_values=-np.inf)
@@ -167,9 +167,9 @@ def kept(logits: list[float], **settings) -> list[int]:
 
 
 def test_a_tie_at_a_threshold_stays_whole():
-    assert kept([1, 3, 2, 2, 0], top_k=2) == [1, 2, 3]
-    assert kept([1, 1, 1, 1], top_p=0.3) == [0, 1, 2, 3]
-    assert kept([0, 1, 1, 0], min_p=1.0) == [1, 2]
+    assert filtered([1, 3, 2, 2, 0], top_k=2) == [1, 2, 3]
+    assert filtered([1, 1, 1, 1], top_p=0.3) == [0, 1, 2, 3]
+    assert filtered([0, 1, 1, 0], min_p=1.0) == [1, 2]
 
 
 ONE_BIT = float(np.float32(np.log2(np.e)))  # a temperature at which a logit is a power of two
@@ -214,8 +214,8 @@ def test_every_backend_keeps_what_reaches_a_threshold(backend):
 
 def test_filters_come_after_the_temperature():
     logits = np.log([4, 3, 2, 1]).tolist()
-    assert kept(logits, min_p=0.6) == [0, 1]
-    assert kept(logits, min_p=0.6, temperature=4.0) == [0, 1, 2, 3]
+    assert filtered(logits, min_p=0.6) == [0, 1]
+    assert filtered(logits, min_p=0.6, temperature=4.0) == [0, 1, 2, 3]
 
 
 def test_rows_without_filters_are_the_same_bits_in_a_filtered_batch():

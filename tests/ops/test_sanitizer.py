@@ -10,7 +10,7 @@ import jax
 import pytest
 
 # Each array is memory of its own, so that an access beyond it is seen.
-OWN_MEMORY = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "JAX_PLATFORMS": "cuda"}
+NO_POOL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "JAX_PLATFORMS": "cuda"}
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
@@ -23,7 +23,7 @@ def test_the_sanitizer_has_nothing_to_say(backend, tool):
     command += ["--report-api-errors", "no"] if tool == "memcheck" else []
     command += [sys.executable, "-m", "tests.ops.every_kernel", backend]
     ran = subprocess.run(
-        command, env=os.environ | OWN_MEMORY, capture_output=True, text=True, check=False
+        command, env=os.environ | NO_POOL, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
     assert int(re.search(r"^(\d+) calls$", ran.stdout, re.MULTILINE)[1]) >= 5

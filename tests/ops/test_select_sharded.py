@@ -57,7 +57,7 @@ def sharded(layout: StripedLayout, k: int, **settings):
 def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead):
     layout, rows = StripedLayout(96, RANKS, 4), int(np.prod(lead))
     scores = jnp.asarray(rows_of_scores(rows, 96, dtype, kinds)).reshape(*lead, 96)
-    counts, lengths = (jnp.asarray(ragged(rows, most)).reshape(lead) for most in (k, 96))
+    counts, lengths = (jnp.asarray(ragged(rows, limit)).reshape(lead) for limit in (k, 96))
     lengths = lengths.at[0].set(96)
     settings = {"sinks": sinks, "recent": recent}
     highest = {"highest": kinds} if dtype == "int32" and kinds else {}
@@ -65,9 +65,9 @@ def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead)
         *(scores, k), counts=counts, lengths=lengths, **settings, **highest, implementation="xla"
     )
     result = np.asarray(sharded(layout, k, **settings, **highest)(scores, counts, lengths))
-    for rank, own in enumerate(result):
-        assert ((own < 0) | (own // 4 % RANKS == rank)).all()
-        live = np.where(own < 0, np.iinfo(np.int32).max, own)
+    for rank, slots in enumerate(result):
+        assert ((slots < 0) | (slots // 4 % RANKS == rank)).all()
+        live = np.where(slots < 0, np.iinfo(np.int32).max, slots)
         assert (np.diff(live, axis=-1) >= 0).all()  # ascending, the empty places last
     result = np.moveaxis(result, 0, -2).reshape(*lead, -1)
     result = np.sort(np.where(result < 0, 96, result), axis=-1)[..., :k]

@@ -63,8 +63,8 @@ def test_slots_behind_the_length_are_never_read_as_scores(backend):
     static = {"k": 16, "sinks": 1, "recent": 2, "highest": None}
     expected = by_sorting(scores, counts, lengths, **static)
     for value in (np.inf, np.nan):
-        given = np.where(behind, np.float32(value), scores)
-        got = run(backend, tuple(map(jnp.asarray, (given, counts, lengths))), **static)
+        masked = np.where(behind, np.float32(value), scores)
+        got = run(backend, tuple(map(jnp.asarray, (masked, counts, lengths))), **static)
         np.testing.assert_array_equal(got, expected)
 
 
@@ -94,8 +94,8 @@ def test_select_under_vmap_and_with_shared_counts(backend):
     arguments = tuple(map(jnp.asarray, (scores, counts, counts * 5)))
     run(backend, (arguments[0][:, 0], *arguments[1:]), **static)  # skips where it refuses
     function = functools.partial(select, k=9, sinks=1, recent=1, implementation=backend)
-    wide = [np.repeat(x[:, None], 3, axis=1) for x in (counts, counts * 5)]
-    expected = by_sorting(scores, *wide, **static)
+    per_head = [np.repeat(x[:, None], 3, axis=1) for x in (counts, counts * 5)]
+    expected = by_sorting(scores, *per_head, **static)
     got = function(arguments[0], counts=arguments[1], lengths=arguments[2])
     np.testing.assert_array_equal(got, expected)
     got = jax.vmap(lambda s, c, n: function(s, counts=c, lengths=n))(*arguments)
@@ -115,8 +115,8 @@ def test_select_inside_shard_map(backend):
     spec = jax.P("x")
 
     def local(scores, counts, lengths):
-        given = {"counts": counts, "lengths": lengths, "implementation": backend}
-        return select(scores, 7, sinks=1, recent=2, **given)
+        static = {"counts": counts, "lengths": lengths, "implementation": backend}
+        return select(scores, 7, sinks=1, recent=2, **static)
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
     got = jax.jit(sharded)(*arguments)

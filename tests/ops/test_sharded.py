@@ -23,7 +23,7 @@ COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_anew():
+def compiled_again():
     """Read and keep no program: JAX 0.10 hangs in these where its compilation cache has them."""
     name = "jax_enable_compilation_cache"
     before = getattr(jax.config, name)

@@ -10,7 +10,7 @@ from jspec.ops.uint64 import in_64_bits
 
 rng = np.random.default_rng(0)
 EDGES = [0, 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63, 2**64 - 1]
-WIDE = np.array([*EDGES, *rng.integers(0, 2**64, 56, np.uint64)], np.uint64)
+ANY = np.array([*EDGES, *rng.integers(0, 2**64, 56, np.uint64)], np.uint64)
 NARROW = np.array([0, 1, 31, 32, 63, 64, 2**31, 2**32 - 1, *rng.integers(0, 2**32, 56)], np.uint32)
 FUNCTIONS = {
     "high": (uint64.high, "NN", lambda a, b: a * b >> 32),
@@ -25,7 +25,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_pair_is_as_python_has_it(name):
     function, kinds, expected = FUNCTIONS[name]
-    values = [{"W": WIDE, "N": NARROW}[kind] for kind in kinds]
+    values = [{"W": ANY, "N": NARROW}[kind] for kind in kinds]
     grid = [x.ravel() for x in np.meshgrid(*values)]
 
     @jax.jit

@@ -243,8 +243,8 @@ def run_blocks(toy: Toy, groups: list[Group], *, seed: int = 0, verify=verify) -
             if toy.one_hot:
                 drafted[:, t] = greedy(draft_logits[:, t])
                 continue
-            here, at = draft_logits[:, t : t + 1], first[:, None] + np.int32(t)
-            drafted[:, t] = draw(here, drawing, at, Role.DRAFT, filtered=filtered)[:, 0]
+            of_token, at = draft_logits[:, t : t + 1], first[:, None] + np.int32(t)
+            drafted[:, t] = draw(of_token, drawing, at, Role.DRAFT, filtered=filtered)[:, 0]
         verified = verify(
             drafted,
             target_logits,
@@ -315,8 +315,8 @@ def check_forced(toy: Toy, number: int) -> None:
     for row, draft in enumerate(drafts):
         accepted = 0
         while accepted < gamma:
-            here, token = (row, accepted), draft[accepted]
-            if p[here][token] == 0 or (number > 0 and p[here][token] < q[here][token]):
+            prefix, token = (row, accepted), draft[accepted]
+            if p[prefix][token] == 0 or (number > 0 and p[prefix][token] < q[prefix][token]):
                 break
             accepted += 1
         weights = p[row, accepted]

@@ -75,8 +75,8 @@ def assert_attends(got, x, case: Case):
 def test_equals_the_definition_when_interpreted(case, products_of_arrays):
     if jax.default_backend() == "gpu":
         pytest.skip("stands in for a GPU, and there is one")
-    x, given = arrays(case)
-    got = interpret(lambda *x: attention_pallas(*x, **settings(case), blocks=cut(case)), *given)
+    x, operands = arrays(case)
+    got = interpret(lambda *x: attention_pallas(*x, **settings(case), blocks=cut(case)), *operands)
     assert_attends(got, x, case)
 
 
@@ -84,13 +84,13 @@ def test_equals_the_definition_when_interpreted(case, products_of_arrays):
 def test_equals_the_definition_on_a_gpu(case):
     if reason := refuses_pallas():
         pytest.skip(reason)
-    x, given = arrays(case)
+    x, operands = arrays(case)
     # As it is cut for the shape, and in chunks of one or two blocks for few programs.
-    best = blocks_for(shape_of(given[0], given[1]))
+    best = blocks_for(shape_of(operands[0], operands[1]))
     few = Chunks(((2 * best.keys, best.keys), (case.slots, 2 * best.keys)))
     for blocks in (None, dataclasses.replace(best, chunks=few, programs=2, gang=1)):
         call = jax.jit(lambda *x, b=blocks: attention_pallas(*x, **settings(case), blocks=b))
-        assert_attends(call(*given), x, case)
+        assert_attends(call(*operands), x, case)
 
 
 def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity_on_a_gpu():
@@ -111,7 +111,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity_on_a_gpu():
 
 @pytest.mark.parametrize("size", [64, 128])
 def test_the_cache_is_read_where_it_lies(size):
-    """One kernel, and nothing of a cache's size beside the cache."""
+    """One kernel, and nothing of a cache's size besides the cache."""
     q = jax.ShapeDtypeStruct((2, 3, 8, size), jnp.bfloat16)
     cache = jax.ShapeDtypeStruct((2, 8192, 2, size), jnp.bfloat16)
     positions = jax.ShapeDtypeStruct((2, 3), jnp.int32)

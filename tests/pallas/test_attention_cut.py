@@ -60,17 +60,17 @@ CHUNKED = [
 
 
 @pytest.mark.parametrize(("lengths", "tokens", "window"), CHUNKED)
-def test_items_are_the_chunks_that_are_seen(lengths, tokens, window):
-    here = shape(len(lengths), 40_960, 4 * tokens)
-    blocks = blocks_for(here)
-    items, positions = planned(lengths, tokens, window, here, blocks)
+def test_items_are_the_chunks_that_queries_read(lengths, tokens, window):
+    sizes = shape(len(lengths), 40_960, 4 * tokens)
+    blocks = blocks_for(sizes)
+    items, positions = planned(lengths, tokens, window, sizes, blocks)
     expected = []
-    for row, own in enumerate(positions):
-        own = own[own >= 0]
-        end = own.max(initial=-1) + 1
-        begin = 0 if window is None or not own.size else max(own.min() - window + 1, 0)
+    for row, of_row in enumerate(positions):
+        of_row = of_row[of_row >= 0]
+        end = of_row.max(initial=-1) + 1
+        begin = 0 if window is None or not of_row.size else max(of_row.min() - window + 1, 0)
         observed = np.unique(np.asarray(blocks.chunks.holding(jnp.arange(begin, end))))
-        heads = range(0, here.kv_heads, blocks.gang)
+        heads = range(0, sizes.kv_heads, blocks.gang)
         expected += itertools.product([row], heads, observed)
         mine = jax.tree.map(lambda x, row=row: x[items.row == row], items)
         start, size = map(np.asarray, blocks.chunks.place(mine.chunk))
@@ -81,7 +81,7 @@ def test_items_are_the_chunks_that_are_seen(lengths, tokens, window):
         assert (mine.end == end).all()
         # Blocks that are not masked are seen by all queries.
         plain = mine.begin + mine.plain * blocks.keys
-        assert ((mine.plain == 0) | (plain <= own.min(initial=end) + 1)).all()
+        assert ((mine.plain == 0) | (plain <= of_row.min(initial=end) + 1)).all()
         assert window is None or not mine.plain.any()
     got = zip(items.row, items.head, items.chunk, strict=True)
     assert sorted(got) == sorted(expected)
@@ -91,24 +91,24 @@ def test_items_are_the_chunks_that_are_seen(lengths, tokens, window):
 @pytest.mark.parametrize("slots", [32_768, 131_072])
 @pytest.mark.parametrize("rows", [4, 40])
 @pytest.mark.parametrize("lengths", [(32_768,) * 8, (30_000, 9000, 17_777, 32_768), (32_000,)])
-def test_turns_share_the_work_evenly(lengths, rows, slots):
-    here = shape(len(lengths), slots, rows)
-    blocks = blocks_for(here)
-    items, _ = planned(lengths, 1, None, here, blocks)
+def test_gangs_share_the_work_evenly(lengths, rows, slots):
+    sizes = shape(len(lengths), slots, rows)
+    blocks = blocks_for(sizes)
+    items, _ = planned(lengths, 1, None, sizes, blocks)
     gangs = blocks.programs // blocks.gang
-    turns = np.zeros(-(-len(items.blocks) // gangs) * gangs, int)
-    turns[: len(items.blocks)] = items.blocks
-    turns = turns.reshape(-1, gangs)
-    turns[1::2] = turns[1::2, ::-1]
-    loads = turns.sum(axis=0)
+    dealt = np.zeros(-(-len(items.blocks) // gangs) * gangs, int)
+    dealt[: len(items.blocks)] = items.blocks
+    dealt = dealt.reshape(-1, gangs)
+    dealt[1::2] = dealt[1::2, ::-1]
+    loads = dealt.sum(axis=0)
     assert loads.max() <= loads.mean() + items.blocks.max()
     assert loads.max() <= 1.4 * loads.mean()
 
 
 def test_every_tile_is_an_item_where_nothing_is_merged():
-    here = shape(2, 1024, 300)
+    sizes = shape(2, 1024, 300)
     blocks = Blocks(64, (2, 2), 1, Chunks(((1024, 1024),)), programs=16, gang=8)
-    items, _ = planned((0, 700), 75, None, here, blocks)
+    items, _ = planned((0, 700), 75, None, sizes, blocks)
     got = sorted(zip(items.row, items.tile, strict=True))
     assert got == list(itertools.product((0, 1), (0, 1, 2)))
     assert (items.blocks[items.row == 0] == 1).all()  # a block, to leave zeros

@@ -58,7 +58,7 @@ def tokens_that_score(policy: Guided, row: int) -> list[int]:
     }[policy.collect]
 
 
-def wanted(policy: Guided, q, keys, row: int) -> list[set[int]]:
+def expected_picks(policy: Guided, q, keys, row: int) -> list[set[int]]:
     """The positions that each KV head reads, from logits or softmax weights of every query."""
     context_len = int(LENGTHS[row])
     means = np.zeros((2, context_len))
@@ -89,13 +89,15 @@ def best_of(policy: Guided, means, context_len: int) -> list[set[int]]:
     last, count = means.shape[1] - 1, int(policy.budget) // size
     if isinstance(policy.budget, float):
         count = max(math.ceil(policy.budget * context_len), policy.least)
-    found = []
+    positions = []
     for scores in means:
         forced = {p for p in (0, last) if p >= 0 and (policy.sinks or (size > 1 and p == last))}
         order = sorted(range(len(scores)), key=lambda p: (p not in forced, -scores[p]))
         pages = order[:count]
-        found.append({p for s in pages for p in range(s * size, min((s + 1) * size, context_len))})
-    return found
+        positions.append(
+            {p for s in pages for p in range(s * size, min((s + 1) * size, context_len))}
+        )
+    return positions
 
 
 LINEAR = LinearLayout(CAPACITY)
@@ -118,62 +120,63 @@ def test_it_picks_the_highest_means(name, layout):
     @jax.jit
     def run(q, k, v, cache):
         attend = CollectingAttend(positions, cache.lengths, policy=policy)
-        out, given = attend(0, q, k, v, Collecting(cache))
-        return out, given.cache, picks(policy, given.cache, given.collected, positions, accepted)
+        out, after = attend(0, q, k, v, Collecting(cache))
+        return out, after.cache, picks(policy, after.cache, after.collected, positions, accepted)
 
-    out, after, (found,) = run(q, k, v, cache)
+    out, after, (picked,) = run(q, k, v, cache)
     expected, _ = DenseAttend(positions)(0, q, k, v, cache)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     slots = layout.slots(jnp.arange(CAPACITY, dtype=jnp.int32))
     keys = np.float64(jnp.take(after.keys(0), slots, axis=1))
-    found = np.asarray(found)
-    assert found.ndim == 2 + policy.per_head
+    picked = np.asarray(picked)
+    assert picked.ndim == 2 + policy.per_head
     for row in range(BATCH):
-        per_head = found[row] if policy.per_head else np.stack([found[row]] * 2)
-        for got, best in zip(per_head, wanted(policy, np.float64(q), keys, row), strict=True):
+        per_head = picked[row] if policy.per_head else np.stack([picked[row]] * 2)
+        right = expected_picks(policy, np.float64(q), keys, row)
+        for got, best in zip(per_head, right, strict=True):
             got = got[got >= 0].tolist()
             assert len(set(got)) == len(got)
             assert set(got) == best
 
 
-ANEW = {
-    "anew": Vegas(**SOME, refresh=1, score="softmax"),
-    "anew-ratio": Vegas(budget=0.3, least=2, sinks=1, recent=1, refresh=1),
-    "anew-more-than-there-is": SparseSpec(budget=100, least=0, refresh=9),
-    "anew-ahead-per-head": SparseSpec(**SOME, ahead=2, refresh=1),
-    "anew-pages": SpecExtend(budget=12, least=0, page=4, refresh=1),
+REFRESHED = {
+    "refreshed": Vegas(**SOME, refresh=1, score="softmax"),
+    "refreshed-ratio": Vegas(budget=0.3, least=2, sinks=1, recent=1, refresh=1),
+    "refreshed-more-than-there-is": SparseSpec(budget=100, least=0, refresh=9),
+    "refreshed-ahead-per-head": SparseSpec(**SOME, ahead=2, refresh=1),
+    "refreshed-pages": SpecExtend(budget=12, least=0, page=4, refresh=1),
 }
 
 
 @pytest.mark.parametrize(
     "layout", [LinearLayout(CAPACITY), StripedLayout(CAPACITY, 3, 2)], ids=["", "striped"]
 )
-@pytest.mark.parametrize("name", ANEW)
-def test_it_picks_anew_by_shared_bits(name, layout):
+@pytest.mark.parametrize("name", REFRESHED)
+def test_it_picks_again_by_shared_bits(name, layout):
     """Below where the last verification began, and all since; the last row has no past."""
-    policy = ANEW[name]
+    policy = REFRESHED[name]
     hata = policy.cache_policy
     cache, hashes = filled(hata, layout, junk=np.nan), arrays_of(hata)
     since = np.array([[16, 17, 18, 19, -1], [-1] * 5, [-1] * 5], np.int32)
     q = random(BATCH, 1, 4, 8, seed=5)
     policy_params = Guidance((None,), jnp.asarray(since), hashes)
     select = jax.jit(lambda *args: policy.select(args[0], 0, *args[1:]).positions)
-    found = np.asarray(select(policy_params, cache, q, cache.lengths))
+    selected = np.asarray(select(policy_params, cache, q, cache.lengths))
     keys, w = np.float64(random(BATCH, CAPACITY, 2, 8, seed=1)), np.float64(hashes[0])
     for row, begin in enumerate((16, 3, 0)):
         bits = [keys[row, :begin, h] @ w[h] > 0 for h in range(2)]
-        own = [np.float64(q[row, 0, n]) @ w[n // 2] > 0 for n in range(4)]
-        shared = [(bits[n // 2] == own[n]).sum(axis=-1) for n in range(4)]
+        query_bits = [np.float64(q[row, 0, n]) @ w[n // 2] > 0 for n in range(4)]
+        shared = [(bits[n // 2] == query_bits[n]).sum(axis=-1) for n in range(4)]
         shared = np.array([shared[0] + shared[1], shared[2] + shared[3]])
-        per_head = found[row] if policy.per_head else np.stack([found[row]] * 2)
+        per_head = selected[row] if policy.per_head else np.stack([selected[row]] * 2)
         for got, best in zip(per_head, best_of(policy, shared, begin), strict=True):
             got = got[got >= 0].tolist()
             assert len(set(got)) == len(got)
             assert set(got) == best | {p for p in since[row].tolist() if p >= 0}
 
 
-def test_layers_that_follow_read_what_their_leader_picks_anew():
-    """Beside a dense first layer and one with a window, of which neither keeps codes."""
+def test_layers_that_follow_read_what_their_leader_picks_again():
+    """A dense first layer and one with a window keep no codes."""
     windows = (None, None, 4, None, None, None)
     layers = tuple(dataclasses.replace(TINY.layers[0], window=w) for w in windows)
     model = make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
@@ -190,20 +193,20 @@ def test_layers_that_follow_read_what_their_leader_picks_anew():
         args = (models.target, tokens, context_len[:, None], state.cache, context_len, 3)
         return run_selected(*args, policy=policy, policy_params=policy_params.for_refresh())[2]
 
-    found = read(models, policy_params, state)
-    assert [x is None for x in found] == [True, False, True, False, False, False]
-    np.testing.assert_array_equal(found[1], found[3])
-    np.testing.assert_array_equal(found[4], found[5])
-    assert not np.array_equal(found[1], found[4])
-    after = policy_params.with_selections(found).read
+    selections = read(models, policy_params, state)
+    assert [x is None for x in selections] == [True, False, True, False, False, False]
+    np.testing.assert_array_equal(selections[1], selections[3])
+    np.testing.assert_array_equal(selections[4], selections[5])
+    assert not np.array_equal(selections[1], selections[4])
+    after = policy_params.with_selections(selections).read
     assert [x is None for x in after] == [True, False, True, True, False, True]
-    np.testing.assert_array_equal(after[4], found[4])
+    np.testing.assert_array_equal(after[4], selections[4])
 
 
 def test_the_first_draft_reads_first_and_last_positions():
     context_len = jnp.array([100, 12, 0], jnp.int32)
-    found = np.asarray(Vegas(budget=0.1, least=8).initial_selection(2, 200, context_len))
-    rows = [set(row[row >= 0].tolist()) for row in found]
+    first = np.asarray(Vegas(budget=0.1, least=8).initial_selection(2, 200, context_len))
+    rows = [set(row[row >= 0].tolist()) for row in first]
     assert rows == [{0, 1, 2, 3, *range(94, 100)}, {0, 1, 2, 3, *range(8, 12)}, set()]
     assert Vegas(per_head=True).initial_selection(2, 200, context_len).shape == (3, 2, 200)
 
@@ -222,8 +225,8 @@ def test_the_first_draft_reads_first_and_last_positions():
 def test_layers_that_pick_and_layers_that_follow(settings, leaders):
     """The third layer has a sliding window; the last two have other KV heads."""
     spec = LayerSpec(kv_heads=2, key_size=8, value_size=8)
-    windowed, wide = dataclasses.replace(spec, window=4), dataclasses.replace(spec, kv_heads=4)
-    assert Vegas(**settings).leaders([spec, spec, windowed, spec, wide, wide]) == leaders
+    windowed, heads4 = (dataclasses.replace(spec, **x) for x in ({"window": 4}, {"kv_heads": 4}))
+    assert Vegas(**settings).leaders([spec, spec, windowed, spec, heads4, heads4]) == leaders
 
 
 @pytest.mark.parametrize(
@@ -254,7 +257,7 @@ def test_the_pooled_query_is_the_mean_of_the_scoring_tokens():
     q = np.array(random(3, 4, 6, 5))
     q[1, 3] = q[2] = np.nan
     scoring = [[0, 2], [1, 1], [-1, -1]]
-    found = mean_query(jnp.asarray(q), jnp.asarray(scoring), 2)
+    means = mean_query(jnp.asarray(q), jnp.asarray(scoring), 2)
     heads = q.reshape(3, 4, 2, 3, 5)
-    wanted = [heads[0, [0, 2]].mean(axis=(0, 2)), heads[1, 1].mean(axis=1), np.zeros((2, 5))]
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    expected = [heads[0, [0, 2]].mean(axis=(0, 2)), heads[1, 1].mean(axis=1), np.zeros((2, 5))]
+    np.testing.assert_allclose(means, expected, rtol=1e-5, atol=1e-6)

@@ -159,13 +159,13 @@ def test_sinks_and_a_projection_follow(calls, monkeypatch):
     assert_same(got, attended(POLICY, AT["first"], attend_settings=settings))
 
 
-def test_a_cache_alone_is_given_back_as_one(usual, calls):
+def test_a_bare_cache_is_returned_as_one(usual, calls):
     got = attended(POLICY, AT["first"], start=lambda cache: cache)
     assert_same(got[1], usual[1])
     assert len(calls) == 2
 
 
-def test_its_own_backend_is_taken(calls):
+def test_a_named_backend_runs(calls):
     got = attended(POLICY, AT["first"], backends=Backends(hash_attention="xla"))
     assert calls == ["xla", "xla"]
     in_parts = attended(POLICY, AT["first"], backends=Backends(dict.fromkeys(PARTS, "xla")))
@@ -184,8 +184,8 @@ def test_a_backend_that_is_named_for_a_part_runs(part, usual, calls):
 class Other(Hata):
     """HATA that never reads position 1."""
 
-    def best(self, policy_params, layer, cache, q, most, **budget):
-        chosen = super().best(policy_params, layer, cache, q, most, **budget)
+    def best(self, policy_params, layer, cache, q, limit, **budget):
+        chosen = super().best(policy_params, layer, cache, q, limit, **budget)
         return jnp.where(chosen == 1, -1, chosen)
 
 

@@ -36,19 +36,19 @@ LAYERS = dataclasses.replace(TINY, layers=(TINY.layers[0],) * 3)
 def cache_of(policy):
     """Two layers of random tokens, and NaN in all slots that hold none."""
     empty = create_cache(policy, [SPEC] * 2, [LinearLayout(CAPACITY)] * 2, BATCH, jnp.float32)
-    held = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None]
+    is_written = np.arange(CAPACITY)[None, :, None, None] < LENGTHS[:, None, None, None]
     policy_params, columns = arrays_of(policy, (SPEC, SPEC)), []
     for layer, column in enumerate(empty.columns):
         made = {}
         for at, name in enumerate(("keys", "values")):
             tokens = np.asarray(random(*column[name].shape, seed=10 * layer + at))
-            tokens = np.where(held, tokens, np.nan)
+            tokens = np.where(is_written, tokens, np.nan)
             is_host = in_host(column[name])
             made[name] = place_in_host(tokens, None) if is_host else jnp.asarray(tokens)
         keys = jnp.asarray(np.asarray(made["keys"]))
-        own = columns_of(policy, layer, SPEC)
-        kept = policy.encoder(policy_params, layer)(keys, None) if own else {}
-        columns.append(made | kept)
+        has_columns = columns_of(policy, layer, SPEC)
+        encoded = policy.encoder(policy_params, layer)(keys, None) if has_columns else {}
+        columns.append(made | encoded)
     lengths = jnp.asarray(LENGTHS)
     return dataclasses.replace(empty, columns=tuple(columns), lengths=lengths)
 
@@ -78,16 +78,16 @@ def two_layers(policy):
 @pytest.mark.parametrize(
     "more",
     [{"dense_layers": 1}, {"dense_layers": 0, "norms": True}, {"dense_layers": 0, "every": 2}],
-    ids=["behind-a-dense-layer", "norms", "one-selection"],
+    ids=["after-a-dense-layer", "norms", "one-selection"],
 )
 def test_a_layer_reads_what_hata_reads_whatever_was_predicted(more):
     """Ragged rows, one of them empty; the right queries, their opposites, and none."""
     settings = SOME | more
-    wanted, keys = two_layers(Hata(**settings))(None)
+    expected, keys = two_layers(Hata(**settings))(None)
     run, right = two_layers(HataOff(**settings)), query(seed=20)[0]
     for predicted in (right, -right, None):
         got, after = run(predicted)
-        for x, y in zip([*got, *after], [*wanted, *keys], strict=True):
+        for x, y in zip([*got, *after], [*expected, *keys], strict=True):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
@@ -95,7 +95,7 @@ def test_a_pass_that_reads_all_of_a_layer_finds_it_in_the_host():
     """Of a prefill's chunk, or of verification: outputs, keys, values and codes."""
     positions = jnp.asarray(LENGTHS)[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
     q, k, v = (jnp.concatenate([x, -x], axis=1) for x in query())
-    found = []
+    results = []
     for policy in (Hata(**SOME, dense_layers=1), HataOff(**SOME, dense_layers=1)):
         policy_params = arrays_of(policy, (SPEC, SPEC))
         attend = DenseAttend(positions, policy=policy, policy_params=policy_params)
@@ -103,8 +103,8 @@ def test_a_pass_that_reads_all_of_a_layer_finds_it_in_the_host():
             cache_of(policy)
         )
         assert in_host(after.keys(1)) == isinstance(policy, HataOff)
-        found.append([out, *after.columns[1].values()])
-    for x, y in zip(*found, strict=True):
+        results.append([out, *after.columns[1].values()])
+    for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
@@ -119,23 +119,23 @@ def test_what_was_predicted_is_read_from_where_it_was_fetched_to(monkeypatch):
     fetch_ahead = storage.fetch_ahead
     policy = HataOff(**SOME, dense_layers=1)
     right = query(seed=20)[0]
-    wanted, _ = two_layers(policy)(right)
+    expected, _ = two_layers(policy)(right)
     monkeypatch.setattr(storage, "fetch_ahead", spoiled)
     got, _ = two_layers(policy)(right)
-    np.testing.assert_array_equal(got[0], wanted[0])
-    assert not np.array_equal(got[1][0], wanted[1][0])
+    np.testing.assert_array_equal(got[0], expected[0])
+    assert not np.array_equal(got[1][0], expected[1][0])
     unpredicted, _ = two_layers(dataclasses.replace(policy, predicted=0.0))(right)
-    np.testing.assert_array_equal(unpredicted[1], wanted[1])
+    np.testing.assert_array_equal(unpredicted[1], expected[1])
 
 
 def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monkeypatch):
     """By the right queries: of 8 positions, 3 of them sinks or recent, the best 2 of the others."""
     from jspec.cache import storage
 
-    found = []
+    fetched = []
 
     def watched(columns, slots, through, **settings):
-        found.append((slots, settings["device_rows"]))
+        fetched.append((slots, settings["device_rows"]))
         return fetch_ahead(columns, slots, through, **settings)
 
     fetch_ahead = storage.fetch_ahead
@@ -151,7 +151,7 @@ def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monk
     )
     attend(0, q, k, v, PassState(cache), next_queries=lambda: q)
     scores = np.asarray(policy.score(policy_params, 1, cache, q))
-    ((slots, device_rows),) = found
+    ((slots, device_rows),) = fetched
     slots = np.asarray(slots)
     assert slots.shape[-1] == 5
     assert device_rows.slots.shape[-1] == 8, "rows on the device are not fetched"
@@ -159,8 +159,8 @@ def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monk
         length = int(LENGTHS[row])
         forced = {slot for slot in range(length) if slot < 1 or slot >= length - 2}
         others = sorted(set(range(length)) - forced, key=lambda s: (-scores[row, head, s], s))
-        wanted = sorted([*forced, *others][:5])[:5] if length else []
-        assert [slot for slot in slots[row, head] if slot >= 0] == wanted
+        best = sorted([*forced, *others][:5])[:5] if length else []
+        assert [slot for slot in slots[row, head] if slot >= 0] == best
 
 
 @pytest.mark.parametrize("predicted", [1.5, -0.1])
@@ -223,10 +223,10 @@ def test_nothing_is_left_for_the_next_chunk(model):
 
 
 def test_it_decodes_as_hata_does_in_a_cache_that_grows(model, hata, monkeypatch):
-    seen, longer = [], rows.longer
+    in_host_before, longer = [], rows.longer
 
     def watched(x, size, **settings):
-        seen.append(in_host(x))
+        in_host_before.append(in_host(x))
         return longer(x, size, **settings)
 
     monkeypatch.setattr(generation, "START", 12)
@@ -234,7 +234,7 @@ def test_it_decodes_as_hata_does_in_a_cache_that_grows(model, hata, monkeypatch)
     monkeypatch.setattr("jspec.cache.cache.longer", watched)
     got = decoded(model, HataOff(**SOME, dense_layers=1))
     assert got.tokens == hata.tokens
-    assert sum(seen) == 4, "the keys and values of two layers grow in the host's memory"
+    assert sum(in_host_before) == 4, "the keys and values of two layers grow in the host's memory"
 
 
 @pytest.mark.slow

@@ -40,18 +40,18 @@ def brute_force(model, prompt, new: int, read) -> list[int]:
     values, text = list(keys), list(prompt)
 
     def attend(layer, q, k, v, cache):
-        here, queries = len(keys[layer]), np.float64(q[0, 0])
+        position, queries = len(keys[layer]), np.float64(q[0, 0])
         keys[layer] = np.concatenate([keys[layer], np.float64(k[0])])
         values[layer] = np.concatenate([values[layer], np.float64(v[0])])
         out = np.zeros((4, 16))
         for head in range(4):
-            group, seen = head // 2, list(range(here + 1))
-            if here + 1 >= len(prompt):
-                chosen = read(layer, keys[layer][:here, group], queries[2 * group :][:2], group)
-                seen = seen if chosen is None else [*chosen, here]
-            scores = keys[layer][seen, group] @ queries[head] / 4
+            group, positions = head // 2, list(range(position + 1))
+            if position + 1 >= len(prompt):
+                chosen = read(layer, keys[layer][:position, group], queries[2 * group :][:2], group)
+                positions = positions if chosen is None else [*chosen, position]
+            scores = keys[layer][positions, group] @ queries[head] / 4
             weights = np.exp(scores - scores.max())
-            out[head] = weights / weights.sum() @ values[layer][seen, group]
+            out[head] = weights / weights.sum() @ values[layer][positions, group]
         return jnp.asarray(out[None, None], q.dtype), cache
 
     # A token at a time: passes of one shape.
@@ -89,10 +89,10 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dens
         if layer < 1:
             return None
         sample = np.float64(random(64, 2, 16, seed=7 + layer))[:, group] + 0.5
-        own = None if policy_params is None else per_head(policy_params[layer], group)
-        return reference.selected(name, policy, own, keys, queries, sample)
+        matrices = None if policy_params is None else per_head(policy_params[layer], group)
+        return reference.selected(name, policy, matrices, keys, queries, sample)
 
-    wanted = [tuple(brute_force(wandering, text, NEW, read)) for text in TEXTS]
+    expected = [tuple(brute_force(wandering, text, NEW, read)) for text in TEXTS]
     got = generate(
         wandering,
         TEXTS,
@@ -102,8 +102,8 @@ def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dens
         policy_params=policy_params,
         prefill_chunk=16,
     )
-    assert list(got.tokens) == wanted
-    assert wanted != dense, "the case is too easy: reading all there is decodes the same"
+    assert list(got.tokens) == expected
+    assert expected != dense, "the case is too easy: reading all there is decodes the same"
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_a_slot_takes_over_pages_with_its_request(tiny):
 
 
 def test_a_selection_serves_several_layers():
-    """Every second layer behind the first selects; one with a window is read whole."""
-    seen = []
+    """Every second layer after the first selects; one with a window is read whole."""
+    scored = []
 
     @dataclasses.dataclass(frozen=True)
     class Watched(SharedTopK):
         def score(self, policy_params, layer, cache, q):
-            seen.append(layer)
+            scored.append(layer)
             return super().score(policy_params, layer, cache, q)
 
     windows = (None, None, 3, None, None, None, None)
@@ -172,11 +172,11 @@ def test_a_selection_serves_several_layers():
     run = jax.jit(run_selected, static_argnums=5, static_argnames="policy")
     context_len = state.cache.lengths
     hidden, *_ = run(model, tokens, positions, state.cache, context_len, 1, policy=config.target)
-    # Layer 0 is dense; 1 serves 3, 2 being windowed; 4 serves 5; 6 begins anew.
-    assert seen == [1, 4, 6]
+    # Layer 0 is dense; 1 serves 3, 2 being windowed; 4 serves 5; 6 begins again.
+    assert scored == [1, 4, 6]
     always = dataclasses.replace(config.target, every=1)
     each, *_ = run(model, tokens, positions, state.cache, context_len, 1, policy=always)
-    assert seen[3:] == [1, 3, 4, 5, 6]
+    assert scored[3:] == [1, 3, 4, 5, 6]
     assert not np.array_equal(hidden, each)
 
 

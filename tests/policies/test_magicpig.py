@@ -29,11 +29,11 @@ WEIGHTED = dataclasses.replace(MATRIX["magicpig"], weights=True)
 def test_a_probability_is_that_of_two_collisions_or_more(bits, tables):
     """Down to 1e-12; below, the sampling of float32 angles says no more."""
     p = np.linspace(0.02, 1, 200)
-    wanted = stats.binom.logsf(1, tables, p**bits)
+    expected = stats.binom.logsf(1, tables, p**bits)
     got = log_probability(jnp.asarray(-np.cos(np.pi * p), jnp.float32), bits, tables)
-    there = wanted > np.log(1e-12)
+    there = expected > np.log(1e-12)
     assert there.sum() > 50
-    np.testing.assert_allclose(np.asarray(got)[there], wanted[there], atol=1e-3)
+    np.testing.assert_allclose(np.asarray(got)[there], expected[there], atol=1e-3)
     assert np.isfinite(got).all()
 
 
@@ -48,29 +48,29 @@ def sampled(policy, policy_params, keys, q) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("junk", [0.0, np.nan], ids=["clean", "poisoned"])
-def test_a_query_reads_what_it_found_by_the_inverse_of_its_probability(junk):
+def test_a_query_weights_what_it_sampled_by_the_inverse_of_its_probability(junk):
     policy = dataclasses.replace(WEIGHTED, budget=20)
     cache, policy_params = filled(policy, LinearLayout(CAPACITY), junk=junk), arrays_of(policy)
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
     attend = SelectedAttend(positions, cache.lengths, 3, policy=policy, policy_params=policy_params)
     out, after = jax.jit(lambda q, k, v, c: attend(0, q, k, v, c))(q, k, v, cache)
-    found_by_one = 0
+    sampled_positions = 0
     for row, head in np.ndindex(BATCH, 4):
-        here, group = LENGTHS[row], head // 2
+        position, group = LENGTHS[row], head // 2
         keys, values = (
-            np.float64(x[row, : here + 1, group]) for x in (after.keys(0), after.values(0))
+            np.float64(x[row, : position + 1, group]) for x in (after.keys(0), after.values(0))
         )
         one = np.float64(q[row, 0, head])
         centre = np.float64(policy_params[0]["center"])[group]
-        found, u = sampled(policy, policy_params[0], keys - centre, one)
-        index = np.arange(here + 1)
-        always = (index < policy.sinks) | (index >= here - policy.recent)
-        factor = np.where(always, 1, found / u)
+        in_bucket, u = sampled(policy, policy_params[0], keys - centre, one)
+        index = np.arange(position + 1)
+        always = (index < policy.sinks) | (index >= position - policy.recent)
+        factor = np.where(always, 1, in_bucket / u)
         weights = factor * np.exp(keys @ one / np.sqrt(8))
         np.testing.assert_allclose(out[row, 0, head], weights @ values / weights.sum(), atol=2e-5)
-        found_by_one += (found & ~always).sum()
-    assert found_by_one > 5
+        sampled_positions += (in_bucket & ~always).sum()
+    assert sampled_positions > 5
 
 
 def test_each_key_counts_once_in_the_mean_over_projections():
@@ -80,13 +80,13 @@ def test_each_key_counts_once_in_the_mean_over_projections():
     """
     seeds = 1500
     policy = dataclasses.replace(WEIGHTED, budget=1.0, sinks=0, recent=0)
-    (own,), cache = arrays_of(policy), filled(policy, LinearLayout(CAPACITY), [17])
+    (arrays,), cache = arrays_of(policy), filled(policy, LinearLayout(CAPACITY), [17])
     q, keys = query(1)[0], cache.keys(0)
 
     @jax.jit
     @jax.vmap
     def weights(projections):
-        policy_params = ({"center": own["center"], "projections": projections},)
+        policy_params = ({"center": arrays["center"], "projections": projections},)
         again = cache.replaced(0, **policy.encoder(policy_params, 0)(keys, None))
         selection = policy.select(policy_params, 0, again, q, cache.lengths)
         assert selection.log_weights is not None
@@ -94,12 +94,12 @@ def test_each_key_counts_once_in_the_mean_over_projections():
         is_left_out = jnp.repeat(selection.positions[0] < 0, 2, axis=0)
         return jnp.where(is_left_out, 0, jnp.exp(selection.log_weights(q)[0, 0]))[:, :17]
 
-    means = np.float64(weights(random(seeds, *own["projections"].shape, seed=1))).mean(axis=0)
+    means = np.float64(weights(random(seeds, *arrays["projections"].shape, seed=1))).mean(axis=0)
     deviations = []
     for head in (0, 2):
-        centre = np.float64(own["center"])[head // 2]
+        centre = np.float64(arrays["center"])[head // 2]
         _, u = sampled(
-            policy, own, np.float64(keys)[0, :17, head // 2] - centre, np.float64(q[0, 0, head])
+            policy, arrays, np.float64(keys)[0, :17, head // 2] - centre, np.float64(q[0, 0, head])
         )
         usual = u > 0.02  # of rarer ones there are too few for a normal law
         assert usual.sum() > 10

@@ -90,13 +90,13 @@ masked = jax.jit(functools.partial(attention, implementation="xla"))
 def selected_by(policy, cache, q) -> np.ndarray:
     """Which positions each KV head reads, bool ``[B, K, CAPACITY]``, the query's own included."""
     chosen = select(policy, arrays_of(policy), cache, q)
-    own = np.arange(CAPACITY)[None, None] == LENGTHS[:, None, None]
+    itself = np.arange(CAPACITY)[None, None] == LENGTHS[:, None, None]
     if chosen is None:
         return np.broadcast_to(np.arange(CAPACITY) <= LENGTHS[:, None, None], (BATCH, 2, CAPACITY))
     chosen = np.asarray(chosen)
     chosen = chosen if chosen.ndim == 3 else np.repeat(chosen[:, None], 2, axis=1)
     read = (chosen[..., None] == np.arange(CAPACITY)).any(axis=2)
-    return read | own
+    return read | itself
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -112,14 +112,14 @@ def test_attention_reads_what_it_selects(name, layout):
     slots = np.asarray(LAYOUTS[layout].slots(jnp.arange(CAPACITY, dtype=jnp.int32)))
     q, keys, values = np.asarray(q), after.keys(0)[:, slots], after.values(0)[:, slots]
     for head in range(2):
-        wanted, _ = masked(
+        expected, _ = masked(
             q[:, :, 2 * head : 2 * head + 2],
             keys[:, :, head : head + 1],
             values[:, :, head : head + 1],
             LENGTHS[:, None],
             key_positions=np.where(read[:, head], np.arange(CAPACITY, dtype=np.int32), -1),
         )
-        np.testing.assert_allclose(out[:, :, 2 * head : 2 * head + 2], wanted, atol=2e-6)
+        np.testing.assert_allclose(out[:, :, 2 * head : 2 * head + 2], expected, atol=2e-6)
     np.testing.assert_array_equal(keys[0, 20], k[0, 0])
 
 
@@ -138,9 +138,9 @@ def test_a_compact_copy_reads_what_the_cache_would():
 
     for step in range(3):
         positions = (LENGTHS + np.int32(step))[:, None]
-        found = both(cache, compact, positions, np.int32(3 - step), *query(seed=10 * step))
-        (wanted, cache), (got, compact) = found
-        np.testing.assert_allclose(got, wanted, atol=1e-6)
+        results = both(cache, compact, positions, np.int32(3 - step), *query(seed=10 * step))
+        (expected, cache), (got, compact) = results
+        np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -173,9 +173,9 @@ def test_sinks_and_a_projection_follow_their_formulae():
 
     after = cache.append(0, positions, keys=k, values=v)
     for row, head in np.ndindex(BATCH, 4):
-        seen = slice(0, LENGTHS[row] + 1)
+        visible = slice(0, LENGTHS[row] + 1)
         keys, values = (
-            np.float64(x[row, seen, head // 2]) for x in (after.keys(0), after.values(0))
+            np.float64(x[row, visible, head // 2]) for x in (after.keys(0), after.values(0))
         )
         scores = keys @ np.float64(q[row, 0, head]) / np.sqrt(8)
         weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(np.float64(sinks[head])))
@@ -205,6 +205,8 @@ def test_a_layer_that_reads_all_there_is_keeps_nothing_to_select_by(name):
     policy = dataclasses.replace(MATRIX[name], dense_layers=1)
     specs = [SPEC, SPEC, dataclasses.replace(SPEC, window=4)]
     cache = create_cache(policy, specs, [LinearLayout(CAPACITY)] * 3, 2, jnp.float32)
-    kept = [(*column, *page) for column, page in zip(cache.columns, cache.pages, strict=True)]
-    assert kept[0] == kept[2] == ("keys", "values")
-    assert len(kept[1]) > 2
+    columns_per_layer = [
+        (*column, *page) for column, page in zip(cache.columns, cache.pages, strict=True)
+    ]
+    assert columns_per_layer[0] == columns_per_layer[2] == ("keys", "values")
+    assert len(columns_per_layer[1]) > 2

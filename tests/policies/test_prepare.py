@@ -14,7 +14,7 @@ from tests.decode.common import prompts
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept(Policy):
+class ReadsSample(Policy):
     """Its arrays are the keys themselves."""
 
     def prepare(self, model, sample_keys):
@@ -23,7 +23,7 @@ class Kept(Policy):
 
 @pytest.fixture(scope="module")
 def windowed():
-    """A layer with a window shorter than the sample behind one without."""
+    """A layer with a window shorter than the sample, after one without."""
     layers = tuple(dataclasses.replace(TINY.layers[0], window=window) for window in (None, 5))
     return make_decoder(dataclasses.replace(TINY, layers=layers))
 
@@ -31,7 +31,7 @@ def windowed():
 def test_the_keys_are_those_of_decoding(windowed, monkeypatch):
     (text,) = prompts((43,))
     monkeypatch.setattr(prepare, "CHUNK", 16)
-    keys = prepare.prepare_params(Kept(), windowed, text)
+    keys = prepare.prepare_params(ReadsSample(), windowed, text)
     params = jspec.SamplingParams(max_new_tokens=1)
     state = jspec.start_decoding(windowed, [[*text, 0]], params, jspec.PLAIN, chunk=64)
     assert [k.shape for k in keys] == [(43, 2, 16)] * 2

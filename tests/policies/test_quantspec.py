@@ -26,14 +26,14 @@ POLICY = QuantSpec(group=4)
 
 def reference(x: np.ndarray, group: int) -> np.ndarray:
     """Each group of channels between its lowest and highest number, in 15 equal steps."""
-    found = np.empty(x.shape)
+    restored = np.empty(x.shape)
     for index in np.ndindex(*x.shape[:-1]):
         for at in range(0, x.shape[-1], group):
             part = x[*index, at : at + group].astype(np.float64)
             low, step = part.min(), (part.max() - part.min()) / 15
             codes = np.round((part - low) / step) if step else np.zeros(group)
-            found[*index, at : at + group] = low + step * codes
-    return found
+            restored[*index, at : at + group] = low + step * codes
+    return restored
 
 
 def test_numbers_in_4_bits():
@@ -48,9 +48,9 @@ def test_numbers_in_4_bits():
     back = np.float64(from_4_bits(*in_4_bits(half, 4)))
     spread = np.float64(half).reshape(2, 3, 2, 2, 4)
     # Half a step, and what bfloat16 leaves of the lowest number, the step and their sum.
-    most = (spread.max(-1) - spread.min(-1)) / 30 + 0.02 * np.abs(spread).max(-1)
+    tolerance = (spread.max(-1) - spread.min(-1)) / 30 + 0.02 * np.abs(spread).max(-1)
     assert (
-        np.abs(back - np.float64(half)) <= np.repeat(most, 4, axis=-1).reshape(half.shape)
+        np.abs(back - np.float64(half)) <= np.repeat(tolerance, 4, axis=-1).reshape(half.shape)
     ).all()
 
 
@@ -58,8 +58,8 @@ def attended(q, keys, values) -> np.ndarray:
     """Causal attention of the last tokens, of queries ``q [T, N, H]``, in float64."""
     keys, values = (np.repeat(np.float64(x), 2, axis=1) for x in (keys, values))
     logits = np.einsum("tnh,snh->tns", np.float64(q), keys) * keys.shape[-1] ** -0.5
-    seen = np.arange(len(keys)) <= len(keys) - len(q) + np.arange(len(q))[:, None]
-    weights = np.where(seen[:, None], np.exp(logits), 0)
+    visible = np.arange(len(keys)) <= len(keys) - len(q) + np.arange(len(q))[:, None]
+    weights = np.where(visible[:, None], np.exp(logits), 0)
     return np.einsum("tns,snh->tnh", weights / weights.sum(-1, keepdims=True), values)
 
 
@@ -83,7 +83,7 @@ def filled(layout, lengths) -> tuple[Cache, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     "layout", [LinearLayout(24), StripedLayout(24, 3, 2)], ids=["linear", "striped"]
 )
-def test_a_draft_reads_4_bits_and_its_own_tokens_as_they_are(layout):
+def test_a_draft_reads_4_bits_and_new_tokens_as_they_are(layout):
     lengths = [20, 3, 0]
     cache, k, v = filled(layout, lengths)
     context_len = cache.lengths
@@ -94,8 +94,8 @@ def test_a_draft_reads_4_bits_and_its_own_tokens_as_they_are(layout):
     out, after = attend(0, q, new_k, new_v, cache)
     for row, length in enumerate(lengths):
         keys, values = (
-            np.concatenate([reference(x[row, :length], 4), np.asarray(own[row])])
-            for x, own in ((k, new_k), (v, new_v))
+            np.concatenate([reference(x[row, :length], 4), np.asarray(new[row])])
+            for x, new in ((k, new_k), (v, new_v))
         )
         np.testing.assert_allclose(out[row], attended(q[row], keys, values), rtol=2e-4, atol=2e-5)
     # The cache itself keeps its keys.
@@ -111,8 +111,8 @@ def test_verification_reads_the_cache_as_it_is():
     keys, values = np.concatenate([k[0, :20], new_k[0]]), np.concatenate([v[0, :20], new_v[0]])
     np.testing.assert_allclose(out[0], attended(q[0], keys, values), rtol=1e-4, atol=1e-5)
     # The new token is kept in 4 bits too.
-    held = after.columns[0]
-    got = from_4_bits(held["value_codes"], held["value_scales"])[0, 20]
+    columns = after.columns[0]
+    got = from_4_bits(columns["value_codes"], columns["value_scales"])[0, 20]
     np.testing.assert_allclose(got, reference(np.asarray(new_v[0, 0]), 4), rtol=1e-5, atol=1e-6)
 
 
@@ -136,20 +136,20 @@ def test_greedy_tokens_are_those_of_plain_decoding(draft, sharp):
 
 def test_one_prefill_serves_it(tiny):
     config = StepConfig(3, SelfDraft(QuantSpec(group=8)))
-    own = start_decoding(tiny, prompts((9, 20)), config=config)
+    direct = start_decoding(tiny, prompts((9, 20)), config=config)
     got = convert_state(tiny, start_decoding(tiny, prompts((9, 20)), config=PLAIN), config)
-    assert jax.tree.structure(got) == jax.tree.structure(own)
-    for wanted, found in zip(own.cache.columns, got.cache.columns, strict=True):
-        for name in wanted:
-            np.testing.assert_allclose(found[name][1, :19], wanted[name][1, :19], atol=1e-5)
+    assert jax.tree.structure(got) == jax.tree.structure(direct)
+    for expected, columns in zip(direct.cache.columns, got.cache.columns, strict=True):
+        for name in expected:
+            np.testing.assert_allclose(columns[name][1, :19], expected[name][1, :19], atol=1e-5)
 
 
 def test_its_memory_is_what_the_docs_say():
     spec = LayerSpec(kv_heads=8, key_size=128, value_size=128)
     kinds = create_cache(QuantSpec(), [spec], [LinearLayout(64)], 1, jnp.bfloat16).columns[0]
-    own = sum(kinds[name].nbytes for name in ("keys", "values"))
-    more = sum(x.nbytes for x in kinds.values()) - own
-    assert more / own == 5 / 16
+    exact = sum(kinds[name].nbytes for name in ("keys", "values"))
+    more = sum(x.nbytes for x in kinds.values()) - exact
+    assert more / exact == 5 / 16
     assert more / (64 * 8) == 160
 
 

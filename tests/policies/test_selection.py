@@ -59,18 +59,18 @@ def test_it_selects_what_the_paper_says(name, edge):
     keys = np.float64(random(len(LENGTHS), CAPACITY, 2, 8, seed=1))
     sample = np.float64(random(64, 2, 8, seed=7)) + 0.5
     for row, head in np.ndindex(len(LENGTHS), 2):
-        wanted = reference.selected(
+        expected = reference.selected(
             *(name, policy, None if policy_params is None else per_head(policy_params[0], head)),
             *(keys[row, : LENGTHS[row], head], np.float64(q[row, 0, 2 * head : 2 * head + 2])),
             sample[:, head],
         )
         got = chosen[row, head]
-        assert sorted(got[got >= 0].tolist()) == wanted, (row, head)
+        assert sorted(got[got >= 0].tolist()) == expected, (row, head)
 
 
 @pytest.mark.parametrize("depth", ["first", "before the recent ones", "last but one"])
 @pytest.mark.parametrize("name", reference.SCORES)
-def test_a_needle_is_found_at_either_end(name, depth):
+def test_a_needle_is_selected_at_either_end(name, depth):
     """A key along the query, where no sink or recent position forces it in."""
     policy = dataclasses.replace(MATRIX[name], budget=4, sinks=0, recent=1)
     length = CAPACITY - 1
@@ -92,16 +92,16 @@ def test_a_needle_is_found_at_either_end(name, depth):
 
 
 def test_pages_do_not_depend_on_how_tokens_came():
-    """Committed one by one, in blocks, with rejected tokens behind them; once more changes none."""
+    """Committed one by one, in blocks, with rejected tokens after them; once more changes none."""
     policy = Quest(page=4)
-    wanted = filled(policy, LinearLayout(CAPACITY), LENGTHS)
+    expected = filled(policy, LinearLayout(CAPACITY), LENGTHS)
     cache = create_cache(policy, [SPEC], [LinearLayout(CAPACITY)], len(LENGTHS), jnp.float32)
     k, v = random(len(LENGTHS), CAPACITY, 2, 8, seed=1), jnp.zeros((len(LENGTHS), CAPACITY, 2, 4))
     cache = cache.replaced(0, keys=k, values=v)
     ends, before = jnp.asarray(LENGTHS, jnp.int32), jnp.zeros(len(LENGTHS), jnp.int32)
     for block in (1, 6, 2, 7, 7, 7):
         after = jnp.minimum(before + block, ends)
-        # What lies behind the committed positions is a rejected draft.
+        # What follows the committed positions is a rejected draft.
         behind = jnp.arange(CAPACITY)[None] >= after[:, None]
         drafted = jnp.where(behind[..., None, None], 99.0, k)
         cache = with_pages(
@@ -111,7 +111,7 @@ def test_pages_do_not_depend_on_how_tokens_came():
         for name, x in cache.pages[0].items():
             np.testing.assert_array_equal(again.pages[0][name], x)
         before = after
-    for name, x in wanted.pages[0].items():
+    for name, x in expected.pages[0].items():
         np.testing.assert_array_equal(cache.pages[0][name], x)
         assert x.shape == (len(LENGTHS), CAPACITY // 4, 2, 8)
 
@@ -160,8 +160,8 @@ def test_hata_counts_a_bit_times_the_norm_of_its_key():
         k, w_head = keys[0, :20, head], np.float64(w[head])
         groups = np.float64(q[0, 0, 2 * head : 2 * head + 2])
         differ = sum(((k @ w_head > 0) != (one @ w_head > 0)).sum(axis=-1) for one in groups)
-        wanted = np.linalg.norm(k, axis=-1) * (2 - 2 * differ / 32)
-        np.testing.assert_allclose(scores[0, head, :20], wanted, rtol=1e-5)
+        expected = np.linalg.norm(k, axis=-1) * (2 - 2 * differ / 32)
+        np.testing.assert_allclose(scores[0, head, :20], expected, rtol=1e-5)
 
 
 def test_loki_needs_a_sample():

@@ -44,8 +44,8 @@ def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
         last = window
         if isinstance(window, float):
             last = max(math.ceil(np.float32(window) * np.float32(length)) - sinks, 1)
-        wanted = {*range(min(sinks, length)), *range(max(length - int(last), 0), length)}
-        assert sorted(p for p in selected[row].tolist() if p >= 0) == sorted(wanted)
+        expected = {*range(min(sinks, length)), *range(max(length - int(last), 0), length)}
+        assert sorted(p for p in selected[row].tolist() if p >= 0) == sorted(expected)
 
 
 def test_a_ratio_reads_the_last_position_of_a_full_cache():
@@ -93,31 +93,31 @@ def paper(model, prompt, new: int, sinks: int, window: int) -> list[int]:
     """Greedy decoding from section 3.2: keys are kept as they are before rotation, and the new
     token rotates those that are left, and itself, by their places in the cache."""
     layers = model.config.layers
-    kept, values, text = [[] for _ in layers], [[] for _ in layers], list(prompt)
+    unrotated, values, text = [[] for _ in layers], [[] for _ in layers], list(prompt)
     places = jnp.arange(len(prompt) + new)[None]
-    turns = []
+    rotations = []
     for layer in layers:
         cosine, sine = model.angles(places, layer)
-        turns.append((np.float64(cosine) + 1j * np.float64(sine))[0])
+        rotations.append((np.float64(cosine) + 1j * np.float64(sine))[0])
 
     def rotated(layer, x, places):
         half = x.shape[-1] // 2
-        y = (x[..., :half] + 1j * x[..., half:]) * turns[layer][np.asarray(places)]
+        y = (x[..., :half] + 1j * x[..., half:]) * rotations[layer][np.asarray(places)]
         return np.concatenate([y.real, y.imag], axis=-1)
 
     def attended(layer, q, k, v, cache, *, qk_rope):
-        kept[layer].append(np.float64(k[0, 0]))
+        unrotated[layer].append(np.float64(k[0, 0]))
         values[layer].append(np.float64(v[0, 0]))
-        seen = range(len(kept[layer]))
-        if len(seen) >= len(prompt):
-            seen = [*seen[:-1][:sinks], *seen[sinks:-1][-window:], seen[-1]]
-        keys = rotated(layer, np.array([kept[layer][p] for p in seen]), range(len(seen)))
-        query = rotated(layer, np.float64(q[0]), [len(seen) - 1])[0]
+        visible = range(len(unrotated[layer]))
+        if len(visible) >= len(prompt):
+            visible = [*visible[:-1][:sinks], *visible[sinks:-1][-window:], visible[-1]]
+        keys = rotated(layer, np.array([unrotated[layer][p] for p in visible]), range(len(visible)))
+        query = rotated(layer, np.float64(q[0]), [len(visible) - 1])[0]
         out = np.zeros(query.shape)
         for head in range(4):
             scores = keys[:, head // 2] @ query[head] / 4
             weights = np.exp(scores - scores.max())
-            read = np.array([values[layer][p][head // 2] for p in seen])
+            read = np.array([values[layer][p][head // 2] for p in visible])
             out[head] = weights / weights.sum() @ read
         return jnp.asarray(out[None, None], jnp.float32), cache
 
@@ -152,10 +152,10 @@ def plain(families, texts):
 
 
 def test_positions_inside_the_window_are_those_of_the_paper(families, texts, plain):
-    wanted = [tuple(paper(families, text, 5, 3, 9)) for text in texts]
+    expected = [tuple(paper(families, text, 5, 3, 9)) for text in texts]
     got = generate(families, texts, PARAMS, draft=None, target=POLICY)
-    assert list(got.tokens) == wanted
-    assert wanted[0] != plain.tokens[0], "the case is too easy"
+    assert list(got.tokens) == expected
+    assert expected[0] != plain.tokens[0], "the case is too easy"
 
 
 def test_a_draft_reads_what_the_model_itself_would_and_stays_lossless(families, texts, plain):
@@ -168,21 +168,21 @@ def test_a_draft_reads_what_the_model_itself_would_and_stays_lossless(families, 
         tokens, context_len = state.last_token[:, None], state.cache.lengths
         compact = Compact.of(state.cache, POLICY, policy_params, spare=1)
         got, _ = families(tokens, positions, CompactAttend(positions, jnp.int32(1)), compact)
-        wanted, *_ = run_selected(
+        expected, *_ = run_selected(
             *(families, tokens, positions, state.cache, context_len, 1),
             policy=POLICY,
             policy_params=policy_params,
         )
-        return got, wanted
+        return got, expected
 
-    got, wanted = both(state)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    got, expected = both(state)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
     assert generate(families, texts, PARAMS, draft=SelfDraft(POLICY)).tokens == plain.tokens
 
 
 def test_a_model_without_ropes_is_refused():
-    class Own:
+    class NoAngles:
         config = types.SimpleNamespace(layers=[SPEC])
 
     with pytest.raises(ValueError, match=r"config\.ropes .* which Own does not; use positions="):
-        prepare_params(Streaming(positions="window"), Own())
+        prepare_params(Streaming(positions="window"), NoAngles())

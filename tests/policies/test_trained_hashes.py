@@ -46,16 +46,16 @@ def test_hashes_that_do_not_fit_are_refused(model, bits, specs, message):
         Hata(bits=bits, hashes=str(model / "hashes")).prepare(model_of(specs), None)
 
 
-def test_a_models_own_hashes_are_found_where_none_are_named(model):
-    own = Hata(bits=32, hashes=str(model / "hashes"))
-    assert with_hashes(Hata(bits=32), model) == own
+def test_the_hashes_of_a_model_serve_where_none_are_named(model):
+    named = Hata(bits=32, hashes=str(model / "hashes"))
+    assert with_hashes(Hata(bits=32), model) == named
     for policy in (Hata(bits=64), Hata(bits=32, hashes="other"), ExactTopK()):
         assert with_hashes(policy, model) == policy
     shutil.rmtree(model / "hashes")
     assert with_hashes(Hata(bits=32), model) == Hata(bits=32)
 
 
-def test_the_bundled_model_drafts_by_its_own_hashes():
+def test_the_bundled_model_drafts_by_the_hashes_of_its_folder():
     llm = jspec.LLM(draft=jspec.SelfDraft(Hata(budget=64)))
     result = llm._options["policy_params"]
     for w, expected in zip(result, jspec.load_hashes(bundled_path() / "hashes"), strict=True):

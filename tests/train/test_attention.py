@@ -42,13 +42,13 @@ def test_a_query_sees_the_best_keys_and_others():
     np.testing.assert_allclose(views.queries[0], queries.reshape(3, 2, 3, 8), rtol=1e-5)
     assert np.isnan(views.weights[0, 2]).all()
     for head in range(2):
-        own = np.asarray(views.keys[0, head])
-        where = [int((keys[:, head] == key).all(axis=1).argmax()) for key in own]
+        sampled = np.asarray(views.keys[0, head])
+        where = [int((keys[:, head] == key).all(axis=1).argmax()) for key in sampled]
         assert len(set(where)) == 64
-        wanted = np.stack([brute_weights(queries[m], POSITIONS[m], keys, head) for m in range(2)])
-        best = np.argsort(-np.nan_to_num(wanted).max(axis=0))[:32]
+        weights = np.stack([brute_weights(queries[m], POSITIONS[m], keys, head) for m in range(2)])
+        best = np.argsort(-np.nan_to_num(weights).max(axis=0))[:32]
         assert set(best) <= set(where)
-        mine = wanted[:, where]
+        mine = weights[:, where]
         mine /= np.nansum(mine, axis=1, keepdims=True)
         np.testing.assert_allclose(views.weights[0, :2, head], mine, rtol=1e-4)
 
@@ -66,7 +66,7 @@ def test_the_loss_is_the_cross_entropy_of_scores_by_bits():
     rng = np.random.default_rng(2)
     w = rng.standard_normal((2, 8, 32), np.float32)
     scale = np.float32([-1.5, -2.0])
-    found = attention_loss(jnp.asarray(w), jnp.asarray(scale), text)
+    losses_of = attention_loss(jnp.asarray(w), jnp.asarray(scale), text)
     for head in range(2):
         bits = np.where(np.asarray(text.keys[head]) @ w[head] > 0, 1.0, -1.0)
         losses = [0.0]  # of the query without keys
@@ -76,7 +76,7 @@ def test_the_loss_is_the_cross_entropy_of_scores_by_bits():
             scored = np.isfinite(weights)
             scores = np.exp(scale[head]) * (bits[scored] @ asked.T).mean(axis=1)
             losses.append(-(weights[scored] * log_softmax(scores)).sum())
-        np.testing.assert_allclose(found[head], np.sum(losses) / 3, rtol=1e-4)
+        np.testing.assert_allclose(losses_of[head], np.sum(losses) / 3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [32, 64])
@@ -93,7 +93,7 @@ def test_learned_codes_keep_more_attention_than_those_they_began_as(bits):
     np.testing.assert_allclose(jnp.linalg.norm(learned.weights, axis=1), 1, rtol=1e-5)
     queries, _, keys = sample(9, asked, 1200)
     hashes = {"first": jnp.asarray(first), "learned": learned.weights}
-    kept = compare(queries, asked, keys, hashes, principal_axes(keys), SPEC)
-    for before, after in zip(kept["first"], kept["learned"], strict=True):
+    compared = compare(queries, asked, keys, hashes, principal_axes(keys), SPEC)
+    for before, after in zip(compared["first"], compared["learned"], strict=True):
         assert after.recall > before.recall + 0.01
         assert after.mass > before.mass

@@ -51,8 +51,8 @@ def test_a_run_writes_hashes_loss_and_report_and_nothing_else(job):
 
 def test_a_run_goes_on_where_it_was_stopped(job, monkeypatch):
     """Stopped in the second text and again at the second layer; the rest is not done again."""
-    wanted = dataclasses.replace(job, out=job.out.with_name("whole"))
-    run(wanted)
+    whole = dataclasses.replace(job, out=job.out.with_name("whole"))
+    run(whole)
     done = {"prefill": 0, "learn": 0}
 
     def counting(name, at, stop):
@@ -77,11 +77,11 @@ def test_a_run_goes_on_where_it_was_stopped(job, monkeypatch):
         monkeypatch.setattr(jobs, name, counting(name, 0, False))
     run(job)
     assert done == {"prefill": 1 + 1, "learn": 1 + 1}  # and one prefill of the held-out text
-    for got, own in zip(load_hashes(job.out), load_hashes(wanted.out), strict=True):
-        np.testing.assert_array_equal(got, own)
+    for got, expected in zip(load_hashes(job.out), load_hashes(whole.out), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
-def test_what_is_kept_of_another_run_is_refused(job, monkeypatch):
+def test_a_checkpoint_of_another_run_is_refused(job, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "learn", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -105,8 +105,8 @@ def test_variants_are_compared_and_the_one_asked_for_is_written(job, tmp_path, v
     assert {"hata-paper", "hata-authors", "hata-attention"} <= set(names)
     alone = dataclasses.replace(job, settings=asked, out=tmp_path / "alone")
     run(alone)
-    for got, own in zip(load_hashes(every.out), load_hashes(alone.out), strict=True):
-        np.testing.assert_array_equal(got, own)
+    for got, expected in zip(load_hashes(every.out), load_hashes(alone.out), strict=True):
+        np.testing.assert_array_equal(got, expected)
     made = json.loads((alone.out / "hashes.json").read_text())["made"]
     assert HashTraining(**made["settings"]) == asked
     asked_once = sum(int(places[0]) + 1 for places in job.positions())
@@ -126,7 +126,7 @@ def test_a_layer_with_a_window_has_no_hashes(job):
         run(other)
 
 
-def test_a_broken_model_and_a_taken_folder_are_refused(job):
+def test_a_broken_model_and_an_existing_folder_are_refused(job):
     broken = make_decoder()
     broken.layers[0].attention.qkv.kernel[...] = np.nan
     with pytest.raises(ValueError, match="layer 0 are not finite"):

@@ -24,10 +24,10 @@ def samples(rng, counts=(13, 30)):
 
 @pytest.fixture
 def pairs() -> Pairs:
-    found = pairs_of(
+    blocks = pairs_of(
         samples(np.random.default_rng(0)), LayerSpec(2, 4, 4), np.random.default_rng(1), block=16
     )
-    return Pairs(*(x.astype(jnp.float32) for x in found))
+    return Pairs(*(x.astype(jnp.float32) for x in blocks))
 
 
 def weights(seed=0, bits=32):
@@ -41,7 +41,7 @@ def written_out(w, pairs, settings):
     def h(x, head):
         return 2 / (1 + np.exp(-settings.sigma * (x @ w[head].astype(np.float64)))) - 1
 
-    bits, found = w.shape[2], []
+    bits, terms = w.shape[2], []
     for head in range(2):
         similarity, total = 0.0, np.zeros((3, bits))
         for block, count in enumerate(counts.astype(int)):
@@ -59,16 +59,16 @@ def written_out(w, pairs, settings):
         else:
             balance = settings.lambda_ * ((total / n / bits) ** 2).sum()
             norm = settings.eta * norm
-        found.append((settings.epsilon * similarity / n, balance, norm))
-    return np.transpose(found)
+        terms.append((settings.epsilon * similarity / n, balance, norm))
+    return np.transpose(terms)
 
 
 @pytest.mark.parametrize("variant", ["paper", "authors"])
 def test_the_loss_is_the_one_written_out(pairs, variant):
     settings = dataclasses.replace(SETTINGS, variant=variant, eta=1.7, lambda_=0.6, sigma=0.4)
     w = weights()
-    found = np.stack(hash_loss(w, pairs, settings))
-    np.testing.assert_allclose(found, written_out(w, pairs, settings), rtol=2e-5)
+    terms = np.stack(hash_loss(w, pairs, settings))
+    np.testing.assert_allclose(terms, written_out(w, pairs, settings), rtol=2e-5)
 
 
 def test_learning_is_sgd_with_momentum_and_decay(pairs):
@@ -78,33 +78,35 @@ def test_learning_is_sgd_with_momentum_and_decay(pairs):
     for _ in range(3):
         speed = 0.9 * speed + np.asarray(slope(w)) + 0.01 * w
         w = w - 0.1 * speed
-    found = learn(weights(), pairs, settings)
-    np.testing.assert_allclose(found.weights, w, rtol=1e-3, atol=1e-4)
+    learned = learn(weights(), pairs, settings)
+    np.testing.assert_allclose(learned.weights, w, rtol=1e-3, atol=1e-4)
     first = np.stack(hash_loss(weights(), pairs, settings)).mean(axis=1)
-    np.testing.assert_allclose(np.stack(found.loss)[:, 0], first, rtol=1e-4)
-    assert np.stack(found.loss).shape == (3, 3)
+    np.testing.assert_allclose(np.stack(learned.loss)[:, 0], first, rtol=1e-4)
+    assert np.stack(learned.loss).shape == (3, 3)
 
 
 def test_a_head_is_learned_by_itself(pairs):
     settings = dataclasses.replace(SETTINGS, epochs=2, iterations=5)
     both = learn(weights(), pairs, settings).weights
     for head in range(2):
-        own = Pairs(
+        one_head = Pairs(
             pairs.queries[:, head : head + 1],
             pairs.keys[:, :, head : head + 1],
             pairs.labels[:, :, head : head + 1],
             pairs.counts,
         )
-        alone = learn(weights()[head : head + 1], own, settings).weights
+        alone = learn(weights()[head : head + 1], one_head, settings).weights
         np.testing.assert_allclose(alone[0], both[head], rtol=1e-3, atol=1e-4)
 
 
 def test_each_epoch_draws_its_blocks(pairs):
     """Of 3 blocks, epochs of one: other seeds draw others, the same seed the same."""
     drawn = dataclasses.replace(SETTINGS, pairs=16, epochs=2)
-    found = [learn(weights(), pairs, dataclasses.replace(drawn, seed=s)).weights for s in (0, 0, 5)]
-    np.testing.assert_array_equal(found[0], found[1])
-    assert not np.array_equal(found[0], found[2])
+    results = [
+        learn(weights(), pairs, dataclasses.replace(drawn, seed=s)).weights for s in (0, 0, 5)
+    ]
+    np.testing.assert_array_equal(results[0], results[1])
+    assert not np.array_equal(results[0], results[2])
 
 
 @pytest.mark.parametrize(

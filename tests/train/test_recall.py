@@ -28,18 +28,18 @@ def brute(data, name, budget):
     for query, position in zip(queries, POSITIONS, strict=True):
         count = position + 1
         for head in range(2):
-            group, own = query[3 * head : 3 * head + 3], keys[:count, head]
-            exact = (own @ group.T).sum(axis=1)
+            group, head_keys = query[3 * head : 3 * head + 3], keys[:count, head]
+            exact = (head_keys @ group.T).sum(axis=1)
             if name == "some":
-                bits = [(x @ hashes["some"][head]) > 0 for x in (group, own)]
+                bits = [(x @ hashes["some"][head]) > 0 for x in (group, head_keys)]
                 scores = np.array([(code == bits[0]).sum() for code in bits[1]])
             elif name == "loki":
                 first = axes[head][:, : Rivals(32, 16).channels]
-                scores = ((own @ first) @ (group @ first).T).sum(axis=1)
+                scores = ((head_keys @ first) @ (group @ first).T).sum(axis=1)
             elif name == "quest":
                 scores = np.empty(count)
                 for begin in range(0, count, Rivals(32, 16).page):
-                    page = own[begin : begin + Rivals(32, 16).page]
+                    page = head_keys[begin : begin + Rivals(32, 16).page]
                     low, high = page.min(axis=0), page.max(axis=0)
                     bound = sum(np.maximum(q * low, q * high).sum() for q in group)
                     scores[begin : begin + Rivals(32, 16).page] = bound
@@ -51,7 +51,7 @@ def brute(data, name, budget):
             ]
             recalls.append(len(best[0] & best[1]) / k)
             for q in group:
-                weights = np.exp(own @ q / 4)
+                weights = np.exp(head_keys @ q / 4)
                 masses.append(weights[list(best[0])].sum() / weights.sum())
     return np.mean(recalls), np.mean(masses)
 
@@ -78,7 +78,7 @@ def test_a_bound_is_made_of_the_keys_that_the_query_may_read(data):
             )
 
 
-def test_ranks_put_the_first_of_equals_before_others_and_what_is_not_held_last():
+def test_ranks_put_the_first_of_equals_before_others_and_unused_slots_last():
     stored = np.array([[True, True, False, True, True]])
     assert ranks(np.array([[[1.0, 3.0, 9.0, 3.0, 3.0]]]), stored).tolist() == [[[3, 0, 4, 1, 2]]]
 

@@ -21,14 +21,14 @@ def recorded(model, tokens):
         results.append((np.asarray(q[0]), np.asarray(k[0])))
         spec = model.config.layers[layer]
         group = q.shape[2] // k.shape[2]
-        wide_k, wide_v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-        scores = jnp.einsum("btnh,bsnh->bnts", q, wide_k) * spec.key_size**-0.5
+        repeated_k, repeated_v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, repeated_k) * spec.key_size**-0.5
         distance = positions[0][:, None] - positions[0][None]
         observed = distance >= 0
         if spec.window is not None:
             observed &= distance < spec.window
         weights = jax.nn.softmax(jnp.where(observed[None, None], scores, -jnp.inf), axis=-1)
-        return jnp.einsum("bnts,bsnh->btnh", weights, wide_v), cache
+        return jnp.einsum("bnts,bsnh->btnh", weights, repeated_v), cache
 
     model(jnp.asarray(tokens)[None], positions, attend, None)
     return results
@@ -55,7 +55,7 @@ def test_a_prefill_tells_how_far_it_is_and_refuses_positions_outside(tiny):
             prefill(tiny, [1] * 20, positions)
 
 
-def wanted_labels(query, keys, kv_heads):
+def expected_labels(query, keys, kv_heads):
     """Appendix B.1, a head and a key at a time."""
     group = query.shape[0] // kv_heads
     result = np.empty((len(keys), kv_heads, group))
@@ -77,7 +77,7 @@ def test_labels_are_those_of_the_appendix(count):
     room = np.full((64, 2, 4), np.nan, np.float32)
     room[:count] = keys
     result = labels(query, room, np.int32(count), 2)
-    np.testing.assert_allclose(result[:count], wanted_labels(query, keys, 2), rtol=1e-6)
+    np.testing.assert_allclose(result[:count], expected_labels(query, keys, 2), rtol=1e-6)
     assert not np.any(result[count:])
 
 
@@ -95,7 +95,7 @@ def test_blocks_hold_every_pair_once():
         mine = [block for block in range(5) if owner[block] == text]
         rows = [(b, row) for b in mine for row in range(pairs.counts[b])]
         got = {pairs.keys[b, row].tobytes(): np.asarray(pairs.labels[b, row]) for b, row in rows}
-        for key, label in zip(keys, wanted_labels(query, keys, 2), strict=True):
+        for key, label in zip(keys, expected_labels(query, keys, 2), strict=True):
             np.testing.assert_allclose(got.pop(key.tobytes()), label, rtol=1e-6)
         assert not got
         for block in mine:

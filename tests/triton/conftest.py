@@ -31,10 +31,10 @@ def interpreted(process):
         name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
         # What the kernel does not write must not look like what it should have written.
         empty = [np.full(x.shape, 99, x.dtype) for x in out]
-        given = list(map(np.asarray, arrays))
+        operands = list(map(np.asarray, arrays))
         for before, after in (aliases or {}).items():
-            given[before] = empty[after] = np.array(given[before])
-        future = process.submit(interpret, name, given, empty, programs, constants)
+            operands[before] = empty[after] = np.array(operands[before])
+        future = process.submit(interpret, name, operands, empty, programs, constants)
         return future.result()
 
     return call

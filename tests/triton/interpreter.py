@@ -50,8 +50,8 @@ def dot(builder: Any, a: Any, b: Any, d: Any, *settings: Any) -> Any:
     """
     if a.data.dtype.itemsize == 1 or b.data.dtype.itemsize == 1:
         return type(builder).create_dot(builder, a, b, d, *settings)
-    wide = d.data.dtype
-    products = a.data.astype(wide)[..., None] * b.data.astype(wide)[..., None, :, :]
+    dtype = d.data.dtype
+    products = a.data.astype(dtype)[..., None] * b.data.astype(dtype)[..., None, :, :]
     return type(d)(products.sum(axis=-2) + d.data, d.dtype.scalar)
 
 

@@ -17,7 +17,7 @@ from tests.triton.lowering import lower
 REFERENCE = OPERATION.backend("xla").run
 
 
-def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True, kept=None):
+def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True, cache_dtype=None):
     """Random ones, with slots in no order and one of them out of the cache."""
     rng = np.random.default_rng(batch * tokens + size)
 
@@ -31,7 +31,9 @@ def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True
     norms = (RMS(normal(size)), RMS(normal(size), 1e-5)) if normed else (None, None)
     slots = np.stack([rng.permutation(24)[:tokens] for _ in range(batch)]).astype(np.int32)
     slots[0, -1] = 24
-    keys, values = (normal(batch, 24, kv_heads, n).astype(kept or dtype) for n in (size, value))
+    keys, values = (
+        normal(batch, 24, kv_heads, n).astype(cache_dtype or dtype) for n in (size, value)
+    )
     qk_rope = QKRope(jnp.cos(angle), jnp.sin(angle), *norms, joined)
     return q.reshape(batch, tokens, heads, size), k, v, qk_rope, keys, values, jnp.asarray(slots)
 
@@ -48,8 +50,8 @@ LARGE = {
 }
 
 
-def assert_appended(got, given) -> None:
-    expected = jax.jit(REFERENCE)(*given)
+def assert_appended(got, operands) -> None:
+    expected = jax.jit(REFERENCE)(*operands)
     for name, have, want in zip(("q", "keys", "values"), got, expected, strict=True):
         assert have.dtype == want.dtype
         tolerance = 2e-6 if want.dtype == jnp.float32 else 2e-2
@@ -61,28 +63,28 @@ def assert_appended(got, given) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference_in_the_interpreter(case, normed, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
-    given = arguments(*CASES[case], normed=normed)
-    assert_appended(append_triton(*given), given)
+    operands = arguments(*CASES[case], normed=normed)
+    assert_appended(append_triton(*operands), operands)
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
 def test_equals_the_reference_on_a_gpu(case):
     if reason := refuses_triton():
         pytest.skip(reason)
-    given = arguments(*(CASES | LARGE)[case])
-    assert_appended(jax.jit(append_triton)(*given), given)
+    operands = arguments(*(CASES | LARGE)[case])
+    assert_appended(jax.jit(append_triton)(*operands), operands)
 
 
 def test_is_one_launch_that_writes_in_place():
-    given = arguments(*LARGE["qwen3"])
-    text = lower(append_triton, *given)
+    operands = arguments(*LARGE["qwen3"])
+    text = lower(append_triton, *operands)
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
     assert text.count("#stablehlo.output_operand_alias<") == 2
 
 
-def with_codes(given, bits: int):
+def with_codes(operands, bits: int):
     """The arguments with a column of codes and matrices that encode keys into it."""
-    *rest, keys, values, slots = given
+    *rest, keys, values, slots = operands
     rng = np.random.default_rng(bits)
     batch, size, kv_heads, channels = keys.shape
     codes = rng.integers(0, 2**32, (batch, size, kv_heads, bits // 32), np.uint32)
@@ -90,9 +92,9 @@ def with_codes(given, bits: int):
     return *rest, keys, values, jnp.asarray(codes), jnp.asarray(w), slots
 
 
-def assert_encoded(got, given) -> None:
+def assert_encoded(got, operands) -> None:
     """Keys and all as without codes; bits as of the keys, but where a sum is next to 0."""
-    *plain, before, w, slots = given
+    *plain, before, w, slots = operands
     *appended, codes = got
     assert_appended(appended, (*plain, slots))
     keys, want = np.float64(np.asarray(appended[1], np.float32)), np.array(before)
@@ -112,8 +114,8 @@ ENCODED = [("mha", 32), ("group-of-three", 64), ("odd-sizes", 128)]
 @pytest.mark.parametrize(("case", "bits"), ENCODED, ids=[name for name, _ in ENCODED])
 def test_codes_equal_the_signs_in_the_interpreter(case, bits, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
-    given = with_codes(arguments(*CASES[case]), bits)
-    assert_encoded(append_encode_triton(*given), given)
+    operands = with_codes(arguments(*CASES[case]), bits)
+    assert_encoded(append_encode_triton(*operands), operands)
 
 
 def test_many_tokens_take_a_launch_for_their_codes(interpreted, monkeypatch):
@@ -123,8 +125,8 @@ def test_many_tokens_take_a_launch_for_their_codes(interpreted, monkeypatch):
     for home in (module, hash_module):
         monkeypatch.setattr(home, "triton_call", launch)
     monkeypatch.setattr(module, "ENCODED", 1)
-    given = with_codes(arguments(*CASES["group-of-three"]), 32)
-    assert_encoded(append_encode_triton(*given), given)
+    operands = with_codes(arguments(*CASES["group-of-three"]), 32)
+    assert_encoded(append_encode_triton(*operands), operands)
 
 
 def test_exact_keys_are_those_of_the_launch_without_codes(interpreted, monkeypatch):
@@ -137,24 +139,24 @@ def test_exact_keys_are_those_of_the_launch_without_codes(interpreted, monkeypat
     launched: list[str] = []
     for home in (module, hash_module):
         monkeypatch.setattr(home, "triton_call", launch)
-    given = with_codes(arguments(*CASES["group-of-three"]), 32)
-    got = module.EXACT_ENCODE.run(*given)
-    assert_encoded(got, given)
+    operands = with_codes(arguments(*CASES["group-of-three"]), 32)
+    got = module.EXACT_ENCODE.run(*operands)
+    assert_encoded(got, operands)
     assert launched[0].startswith("append_kernel")
-    for own, other in zip(got, append_triton(*given[:6], given[-1]), strict=False):
-        np.testing.assert_array_equal(own, other)
+    for plain, other in zip(got, append_triton(*operands[:6], operands[-1]), strict=False):
+        np.testing.assert_array_equal(plain, other)
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
 def test_codes_equal_the_signs_on_a_gpu(case):
     if reason := refuses_triton():
         pytest.skip(reason)
-    given = with_codes(arguments(*(CASES | LARGE)[case]), 128)
-    assert_encoded(jax.jit(append_encode_triton)(*given), given)
+    operands = with_codes(arguments(*(CASES | LARGE)[case]), 128)
+    assert_encoded(jax.jit(append_encode_triton)(*operands), operands)
 
 
 def test_codes_are_of_the_same_launch():
-    given = with_codes(arguments(*LARGE["qwen3"]), 128)
-    text = lower(append_encode_triton, *given)
+    operands = with_codes(arguments(*LARGE["qwen3"]), 128)
+    text = lower(append_encode_triton, *operands)
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
     assert text.count("#stablehlo.output_operand_alias<") == 3

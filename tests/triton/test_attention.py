@@ -198,14 +198,14 @@ def test_is_one_launch_and_one_that_merges(shape, dtype, settings, launches):
     reference |= settings
     integer = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     cache = jax.ShapeDtypeStruct((batch, slots, kv_heads, size), dtype)
-    held = integer((batch, slots)) if reference.pop("key_positions") else None
+    key_positions = integer((batch, slots)) if reference.pop("key_positions") else None
     text = lower(
-        lambda q, k, v, positions, held: attention_triton(
-            q, k, v, positions, key_positions=held, scale=size**-0.5, **reference
+        lambda q, k, v, positions, key_positions: attention_triton(
+            q, k, v, positions, key_positions=key_positions, scale=size**-0.5, **reference
         ),
         jax.ShapeDtypeStruct((batch, tokens, heads, size), dtype),
         *(cache, None if reference["value_size"] else cache),
-        *(integer((batch, tokens)), held),
+        *(integer((batch, tokens)), key_positions),
     )
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == launches
     assert text.count("stablehlo.") == launches
@@ -250,7 +250,7 @@ def test_refuses_with_a_reason(q, k, v, dtype, reason):
 
 @pytest.mark.parametrize("backend", [ATTENTION, SCORED, EXACT_BACKEND], ids=["", "scored", "exact"])
 @pytest.mark.parametrize(
-    ("size", "value", "taken"),
+    ("size", "value", "supported"),
     [
         (576, 512, True),
         (512, 512, True),
@@ -262,22 +262,22 @@ def test_refuses_with_a_reason(q, k, v, dtype, reason):
         (1024, 1024, False),
     ],
 )
-def test_takes_wide_keys_that_hold_their_values(backend, size, value, taken, monkeypatch):
+def test_takes_large_keys_that_hold_their_values(backend, size, value, supported, monkeypatch):
     """On Hopper alone, whose shared memory the tiles were cut for; never exactly or with scores."""
     monkeypatch.setattr(module, "refuses_triton", lambda: None)
     q, k = (jax.ShapeDtypeStruct((2, 1, heads, size), jnp.bfloat16) for heads in (4, 1))
     positions = jax.ShapeDtypeStruct((2, 1), jnp.int32)
-    taken &= backend is ATTENTION
+    supported &= backend is ATTENTION
     for capability in ((8, 0), (9, 0), (10, 0)):
-        monkeypatch.setattr(module, "gpu_in_use", lambda found=capability: ("NVIDIA Toy", found))
+        monkeypatch.setattr(module, "gpu_in_use", lambda name=capability: ("NVIDIA Toy", name))
         reason = backend.supports(q, k, None, positions, value_size=value)
-        assert (reason is None) == (taken and capability == (9, 0))
+        assert (reason is None) == (supported and capability == (9, 0))
         if reason is not None:
             assert f"keys of size {size}" in reason
             assert "over 256" in reason
 
 
-def test_a_whole_value_of_a_wide_key_is_a_tile():
+def test_a_whole_value_of_a_large_key_is_a_tile():
     """Its sums take the registers of eight warps, whatever the table."""
     k = jax.ShapeDtypeStruct((1, 64, 1, 576), jnp.bfloat16)
     shape = module.tile_shape(k, None, 512)

@@ -50,10 +50,10 @@ def on_a_gpu():
 def product(arrays, settings, first: int, rows: int):
     """The exact product of these rows alone."""
     x, kernel, bias, norm, add = arrays
-    here = slice(first, first + rows)
-    given = (x[here], kernel, bias, norm, None if add is None else add[here])
+    rows_alone = slice(first, first + rows)
+    operands = (x[rows_alone], kernel, bias, norm, None if add is None else add[rows_alone])
     blocks = None if jax.default_backend() == "gpu" else test_linear.BLOCKS
-    return np.asarray(linear_module._launch(*given, **settings, blocks=blocks, exact=True))
+    return np.asarray(linear_module._launch(*operands, **settings, blocks=blocks, exact=True))
 
 
 def assert_rows_alone(case) -> None:
@@ -77,14 +77,14 @@ def test_rows_of_a_product_on_a_gpu(case, on_a_gpu):
 
 
 def attended(x: Inputs, case: Case, *, probe: bool = False) -> list[np.ndarray]:
-    """Output and log-sum-exp of the exact attention, with ``probe`` beside scores."""
+    """Output and log-sum-exp of the exact attention; with ``probe``, of the one that scores."""
     settings = case.settings | {"scale": case.size**-0.5, "exact": True}
     settings["blocks"] = None if jax.default_backend() == "gpu" else SMALL
-    *given, stored = (None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x))
+    *operands, stored = (None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x))
     if probe:
-        given.append(given[0][:, 0, :: case.heads // case.kv_heads])
+        operands.append(operands[0][:, 0, :: case.heads // case.kv_heads])
     run = scored_attention_triton if probe else attention_triton
-    return [np.asarray(a) for a in run(*given, key_positions=stored, **settings)[:2]]
+    return [np.asarray(a) for a in run(*operands, key_positions=stored, **settings)[:2]]
 
 
 def last(x: Inputs, tokens: int) -> Inputs:
@@ -183,20 +183,20 @@ def test_one_machine_program_serves_every_size(launches):
 @pytest.mark.parametrize("case", ["gate-up", "mxfp4-gate-up"])
 def test_a_product_lowers_for_cuda(case):
     arrays, settings = arguments(200, *test_linear.LARGE[case][1:], drawn=False)
-    run = lambda *given: linear_module.linear_triton(*given, **settings, exact=True)  # noqa: E731
+    run = lambda *arrays: linear_module.linear_triton(*arrays, **settings, exact=True)  # noqa: E731
     assert lower(run, *arrays).count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
 
 
 def test_attention_lowers_for_cuda():
-    def given(*shape, dtype="bfloat16"):
+    def shape_of(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     settings = dict.fromkeys(("key_positions", "window", "softcap", "value_size"))
-    kv = given(2, 4096, 8, 128)
+    kv = shape_of(2, 4096, 8, 128)
     for tokens, launches in ((32, 2), (33, 4)):  # in one piece, and in a loop over pieces and rest
         text = lower(
             lambda *arrays: attention_triton(*arrays, scale=0.1, exact=True, **settings),
-            *(given(2, tokens, 32, 128), kv, kv, given(2, tokens, dtype="int32")),
+            *(shape_of(2, tokens, 32, 128), kv, kv, shape_of(2, tokens, dtype="int32")),
         )
         assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == launches
 

@@ -58,7 +58,7 @@ def interpreting(interpreted, monkeypatch):
 
 
 def decoded(models, texts, config: StepConfig, new: int, **settings) -> DecodeState:
-    """The state behind ``new`` tokens of each text."""
+    """The state after ``new`` tokens of each text."""
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     state = start_decoding(models, texts, params, config, **settings)
     while not np.asarray(state.done).all():
@@ -71,10 +71,10 @@ def assert_same(got: DecodeState, row: int, want: DecodeState, of: int) -> None:
     length = int(want.lengths[of])
     assert int(got.lengths[row]) == length
     np.testing.assert_array_equal(got.tokens[row, :length], want.tokens[of, :length])
-    for held, other in zip(got.cache.columns, want.cache.columns, strict=True):
+    for columns, other in zip(got.cache.columns, want.cache.columns, strict=True):
         for name in ("keys", "values"):
-            own, its = (np.asarray(x, np.float32) for x in (held[name][row], other[name][of]))
-            np.testing.assert_array_equal(own[: length - 1], its[: length - 1])
+            mine, its = (np.asarray(x, np.float32) for x in (columns[name][row], other[name][of]))
+            np.testing.assert_array_equal(mine[: length - 1], its[: length - 1])
 
 
 def test_speculation_leaves_the_bits_of_plain_decoding_in_the_interpreter(interpreting):
@@ -82,8 +82,8 @@ def test_speculation_leaves_the_bits_of_plain_decoding_in_the_interpreter(interp
     one = dataclasses.replace(SMALL, layers=SMALL.layers[:1])
     model, texts = make_decoder(one, seed=1, embedding=400.0, head=4.0), prompts((9,))
     config = StepConfig(2, NGRAM, exact=True)
-    found = decoded(model, texts, config, 4, chunk=4, capacity=512)
-    assert_same(found, 0, decoded(model, texts, PLAIN, 4), 0)
+    state = decoded(model, texts, config, 4, chunk=4, capacity=512)
+    assert_same(state, 0, decoded(model, texts, PLAIN, 4), 0)
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def test_speculation_leaves_the_bits_of_plain_decoding_in_the_interpreter(interp
 def test_rows_leave_the_same_bits_in_any_batch_in_the_interpreter(draft, interpreting):
     model, texts = make_decoder(SMALL, seed=1, embedding=400.0, head=4.0), prompts((11, 20))
     plain, config = decoded(model, texts, PLAIN, 9), StepConfig(3, draft, exact=True)
-    found = decoded(model, texts[::-1], config, 9)
+    state = decoded(model, texts[::-1], config, 9)
     for row in range(2):
-        assert_same(found, row, plain, 1 - row)
+        assert_same(state, row, plain, 1 - row)
     assert_same(decoded(model, texts[1:], config, 9), 0, plain, 1)
 
 
@@ -115,7 +115,7 @@ def test_an_engine_leaves_the_bits_of_plain_decoding_in_the_interpreter(interpre
         steps_per_chunk=1,
         exact=True,
     )
-    requests = [engine.submit(text, own) for text, own in zip(texts, params, strict=True)]
+    requests = [engine.submit(text, sampling) for text, sampling in zip(texts, params, strict=True)]
     engine.run()
     assert engine.stats.accepted > 0
     for slot, which in ((0, 0), (1, 2)):
@@ -125,7 +125,7 @@ def test_an_engine_leaves_the_bits_of_plain_decoding_in_the_interpreter(interpre
         assert tokens == tuple(plain.tokens[0, len(text) :][: len(tokens)].tolist())
 
 
-def test_the_draft_has_backends_of_its_own(interpreting, monkeypatch):
+def test_the_draft_has_other_backends(interpreting, monkeypatch):
     """Exact ones are of the target's passes alone, whose model may be the same."""
     launched = []
     right = linear.triton_call
@@ -178,9 +178,9 @@ def test_every_drafter_leaves_the_bits_of_plain_decoding_on_a_gpu(
     other = bundled if draft.traits.needs_model else None
     config = StepConfig(0 if name == "plain" else gamma, draft, exact=True)
     models = Models(bundled, other, prepare_params(config.cache_policy, bundled))
-    found = decoded(models, texts[:batch], config, 48)
+    state = decoded(models, texts[:batch], config, 48)
     for row in range(batch):
-        assert_same(found, row, plain[row], 0)
+        assert_same(state, row, plain[row], 0)
 
 
 @pytest.mark.parametrize("name", ["ngram", "vegas", "model"])
@@ -204,7 +204,7 @@ def test_an_engine_leaves_the_tokens_of_plain_decoding_on_a_gpu(name, bundled, a
 
 
 def test_scores_are_of_the_same_logits_on_a_gpu(bundled):
-    """A text's log-probabilities are the same bits alone and beside others."""
+    """A text's log-probabilities are the same bits alone and in a batch."""
     texts = prompts((300, 41, 170), vocabulary=256)
     together = jspec.score_tokens(bundled, texts, exact=True)
     for text, row in zip(texts, together, strict=True):

@@ -52,7 +52,7 @@ def drawn(groups, inputs, outputs, rows, pairs, *, kind=""):
     return x, kernel, starts, bias, None, order, None, weights
 
 
-def given(case):
+def large_arguments(case):
     return drawn(*LARGE[case], kind="mxfp4" if case in FOUR_BITS else "")
 
 
@@ -115,7 +115,7 @@ def test_there_are_programs_for_no_more_groups_than_can_have_rows(rows, slots, m
 def test_equals_the_reference_on_a_gpu(case):
     if reason := refuses_triton():
         pytest.skip(reason)
-    arguments = given(case)
+    arguments = large_arguments(case)
     want = grouped_linear_xla(*arguments, **static(case))
     got = grouped_linear_triton(*arguments, **static(case))
     if case != "gpt-oss-prefill-mxfp4":
@@ -131,7 +131,7 @@ def test_equals_the_reference_on_a_gpu(case):
 @pytest.mark.parametrize("case", LARGE)
 def test_is_one_launch(case):
     run = functools.partial(grouped_linear_triton, **static(case))
-    text = lower(run, *jax.eval_shape(lambda: given(case)))
+    text = lower(run, *jax.eval_shape(lambda: large_arguments(case)))
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
     assert "dot_general" not in text
 

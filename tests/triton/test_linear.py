@@ -21,8 +21,8 @@ from tests.triton.lowering import lower
 BLOCKS = Blocks(width=16, bytes=2048, stages=2, warps=1)
 
 
-def arguments(rows, inputs, outputs, dtype, *given, drawn=True):
-    """Random ones, with what ``given`` names, or their shapes alone; and the settings."""
+def arguments(rows, inputs, outputs, dtype, *options, drawn=True):
+    """Random ones, with what ``options`` name, or their shapes alone; and the settings."""
     rng = np.random.default_rng(rows + inputs)
 
     def normal(*shape, scale=1.0):
@@ -30,19 +30,19 @@ def arguments(rows, inputs, outputs, dtype, *given, drawn=True):
             return jax.ShapeDtypeStruct(shape, dtype)
         return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
 
-    gated, transposed = "gated" in given, "transposed" in given
+    gated, transposed = "gated" in options, "transposed" in options
     every = (2, outputs) if gated else (outputs,)
     kernel = normal(*((*every, inputs) if transposed else (inputs, *every)), scale=inputs**-0.5)
-    bias = normal(*every) if "bias" in given else None
-    norm = RMS(normal(inputs), 1e-5) if "norm" in given else None
-    add = normal(rows, 1, outputs) if "add" in given else None
-    for kind in set(given) & set(KINDS):
+    bias = normal(*every) if "bias" in options else None
+    norm = RMS(normal(inputs), 1e-5) if "norm" in options else None
+    add = normal(rows, 1, outputs) if "add" in options else None
+    for kind in set(options) & set(KINDS):
         pack = functools.partial(quantized, kind=kind)
         kernel = pack(kernel) if drawn else jax.eval_shape(pack, kernel)
     settings = {
         "gated": gated,
         "transposed": transposed,
-        "dtype": jnp.dtype("float32" if "wide" in given else dtype),
+        "dtype": jnp.dtype("float32" if "wide" in options else dtype),
     }
     return (normal(rows, 1, inputs, scale=3.0), kernel, bias, norm, add), settings
 
@@ -114,14 +114,16 @@ def every_weight(dtype, scales, **settings):
 
 
 @pytest.mark.parametrize("warps", [1, 4])
-@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 1, 252), ("float16", 104, 140)])
+@pytest.mark.parametrize(
+    ("dtype", "smallest", "largest"), [("float32", 1, 252), ("float16", 104, 140)]
+)
 def test_every_weight_is_exact_in_the_interpreter(
-    dtype, least, most, warps, interpreted, monkeypatch
+    dtype, smallest, largest, warps, interpreted, monkeypatch
 ):
     """With and without parts of the inputs; a scale that is NaN gives NaN."""
     monkeypatch.setattr(module, "triton_call", interpreted)
     blocks = dataclasses.replace(BLOCKS, warps=warps)
-    scales = jnp.asarray([least, 120, 127, most], jnp.uint8)
+    scales = jnp.asarray([smallest, 120, 127, largest], jnp.uint8)
     got, want = every_weight(dtype, scales, blocks=blocks)
     np.testing.assert_array_equal(got, want)
     spoiled, _ = every_weight(dtype, scales.at[0].set(255), blocks=blocks)
@@ -175,9 +177,9 @@ def test_a_row_alone_is_the_row_among_others_on_a_gpu(case):
     arrays, settings = arguments(*LARGE[case])
     (x, kernel, bias, norm, add), every = arrays, linear_triton(*arrays, **settings)
     for row in (0, x.shape[0] - 1):
-        here = slice(row, row + 1)
-        alone = (x[here], kernel, bias, norm, None if add is None else add[here])
-        np.testing.assert_array_equal(linear_triton(*alone, **settings), every[here])
+        one = slice(row, row + 1)
+        alone = (x[one], kernel, bias, norm, None if add is None else add[one])
+        np.testing.assert_array_equal(linear_triton(*alone, **settings), every[one])
 
 
 @pytest.mark.parametrize("case", LARGE)

@@ -91,14 +91,14 @@ def test_a_mixture_equals_that_of_the_references(experts, tokens, interpreted, m
     made = mixture(experts, 32, jnp.float32)
     x = jax.random.normal(jax.random.key(1), (1, tokens, 32))
     norm = RMS(jnp.linspace(0.5, 1.5, 32))
-    wanted = made(x, norm)
+    expected = made(x, norm)
     for each in (module, grouped_module):
         monkeypatch.setattr(each, "triton_call", interpreted)
         monkeypatch.setattr(each, "refuses_triton", lambda: None)
         monkeypatch.setattr(each, "differentiated_as", lambda reference, run: run)
     with use_backends(TRITON):
         got = made(x, norm)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", LARGE)
@@ -153,9 +153,9 @@ def test_has_the_derivatives_of_the_reference(monkeypatch):
 
         return jax.grad(loss, (0, 1))(*case.arguments)
 
-    found = jax.jit(lambda: gradients(route_triton))()
-    wanted = jax.jit(lambda: gradients(route_xla))()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, wanted)
+    gradients_of = jax.jit(lambda: gradients(route_triton))()
+    expected = jax.jit(lambda: gradients(route_xla))()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), gradients_of, expected)
 
 
 def test_refuses_with_a_reason():

@@ -15,45 +15,45 @@ from tests.ops.attention.test_scored import arrays, by_name, check, read_by_some
 from tests.triton.lowering import lower
 from tests.triton.test_attention import SMALL, WHOLE
 
-WIDE = dataclasses.replace(SMALL, rows=64, least=64)  # tiles of more rows than there are
+MORE_ROWS = dataclasses.replace(SMALL, rows=64, least=64)  # tiles of more rows than there are
 
 
 @by_name
-@pytest.mark.parametrize("blocks", [SMALL, WHOLE, WIDE], ids=["splits", "one-split", "wide"])
+@pytest.mark.parametrize("blocks", [SMALL, WHOLE, MORE_ROWS], ids=["splits", "one-split", "wide"])
 def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, monkeypatch):
     monkeypatch.setattr(module, "triton_call", interpreted)
     x = inputs(case, junk=np.nan)
-    given, stored = arrays(x, case)
+    operands, stored = arrays(x, case)
     settings = case.settings | {"key_positions": stored, "blocks": blocks}
     settings["scale"] = case.size**-0.5 if case.scale is None else case.scale
-    check(scored_attention_triton(*given, **settings), x, case, 2e-6)
+    check(scored_attention_triton(*operands, **settings), x, case, 2e-6)
 
 
 @pytest.mark.parametrize("case", LARGE[:4], ids=lambda case: case.name)
 def test_attention_is_the_same_bits_with_scores_on_a_gpu(case):
     """Where both have the same blocks."""
     x = inputs(case, junk=np.nan)
-    given, stored = arrays(x, case)
-    if reason := SCORED.backend("triton").supports(*given):
+    operands, stored = arrays(x, case)
+    if reason := SCORED.backend("triton").supports(*operands):
         pytest.skip(reason)
     settings = case.settings | {"key_positions": stored, "scale": case.size**-0.5, "blocks": WHOLE}
-    out, lse, scores = jax.jit(functools.partial(scored_attention_triton, **settings))(*given)
-    alone = jax.jit(functools.partial(attention_triton, **settings))(*given[:4])
+    out, lse, scores = jax.jit(functools.partial(scored_attention_triton, **settings))(*operands)
+    alone = jax.jit(functools.partial(attention_triton, **settings))(*operands[:4])
     for got, want in zip((out, lse), alone, strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-    k, probe = (np.asarray(a, np.float64) for a in (x.k, given[4]))
+    k, probe = (np.asarray(a, np.float64) for a in (x.k, operands[4]))
     expected = np.einsum("bkh,bskh->bks", probe, k) * case.size**-0.5
     read = np.broadcast_to(read_by_some(x, case)[:, None], expected.shape)
     np.testing.assert_allclose(np.asarray(scores)[read], expected[read], rtol=1e-4, atol=1e-4)
 
 
-def test_scoring_is_no_launch_of_its_own():
-    def given(*shape, dtype="bfloat16"):
+def test_scoring_adds_no_launch():
+    def shape_of(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    q, kv = given(2, 10, 32, 128), given(2, 4096, 8, 128)
+    q, kv = shape_of(2, 10, 32, 128), shape_of(2, 4096, 8, 128)
     settings = dict.fromkeys(("key_positions", "window", "softcap", "value_size"))
     run = functools.partial(scored_attention_triton, scale=0.1, **settings)
-    text = lower(run, q, kv, kv, given(2, 10, dtype="int32"), given(2, 8, 128))
+    text = lower(run, q, kv, kv, shape_of(2, 10, dtype="int32"), shape_of(2, 8, 128))
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 2
     assert text.count("stablehlo.") == 2

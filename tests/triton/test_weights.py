@@ -21,11 +21,15 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
 
 
 def test_two_tokens_of_qwen3_are_one_launch():
-    def given(*shape, dtype="bfloat16"):
+    def shape_of(*shape, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     run = functools.partial(mean_weights_triton, scale=0.1, softcap=None)
-    q, k, lse = given(2, 2, 32, 128), given(2, 4096, 8, 128), given(2, 2, 32, dtype="float32")
+    q, k, lse = (
+        shape_of(2, 2, 32, 128),
+        shape_of(2, 4096, 8, 128),
+        shape_of(2, 2, 32, dtype="float32"),
+    )
     text = lower(run, q, k, lse)
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 1
     assert text.count("stablehlo.") == 1

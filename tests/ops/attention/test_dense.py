@@ -60,7 +60,7 @@ CASES = [
     Case("softcap-small-values", 3, 24, (7, 24), softcap=0.8, value_size=6),
     Case("all-settings", 6, 41, (41, 9), scale=2.0, window=11, softcap=5.0, value_size=24),
     Case("values-in-keys", 3, 24, (7, 24), size=20, value_size=12, values_in_keys=True),
-    # Latents with what stands beside them: keys of more than 256 channels.
+    # Latents with their positional part: keys of more than 256 channels.
     Case("latent-t1", 1, 70, (70, 1, 0, 33), 20, 1, 264, value_size=256, values_in_keys=True),
     Case(
         *("latent-t4", 4, 50, (50, 4, 31), 8, 1, 576, (0, 4, 1)),
@@ -177,9 +177,9 @@ def brute_force(
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(batch, tokens, heads):
         stored = np.arange(k.shape[2]) if x.key_positions is None else x.key_positions[b]
-        here = x.positions[b, t]
-        first = 0 if window is None else max(here - window + 1, 0)
-        observed = np.flatnonzero((first <= stored) & (stored <= here))
+        position = x.positions[b, t]
+        first = 0 if window is None else max(position - window + 1, 0)
+        observed = np.flatnonzero((first <= stored) & (stored <= position))
         if not len(observed):
             continue
         scores = scale * (k[b, n // group][observed] @ q[b, t, n])
@@ -237,10 +237,10 @@ def test_real_shapes_equal_the_definition_on_a_gpu(case, implementation):
         pytest.skip(reason)
     out, lse = run(inputs(case, junk=np.nan), implementation, **case.settings)
     expected_out, expected_lse = expected(case)
-    wide = case.dtype == "float32"
+    is_float32 = case.dtype == "float32"
     error = np.linalg.norm(np.asarray(out, np.float64) - expected_out, axis=-1)
-    assert (error <= (1e-5 if wide else 1e-2) * np.linalg.norm(expected_out, axis=-1)).all()
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5 if wide else 1e-2)
+    assert (error <= (1e-5 if is_float32 else 1e-2) * np.linalg.norm(expected_out, axis=-1)).all()
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5 if is_float32 else 1e-2)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

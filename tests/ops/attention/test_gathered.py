@@ -122,13 +122,13 @@ class Inputs:
 
 def reads(x: Inputs, b: int, t: int, head: int) -> list[int]:
     """The slots that a query reads for a KV head."""
-    here = x.positions[b, t]
-    if here < 0:
+    position = x.positions[b, t]
+    if position < 0:
         return []
     lead = (b, head)[: x.selected.ndim - 1]
     chosen = x.selected[lead][: None if x.counts is None else x.counts[lead]]
-    behind = [s for i, s in enumerate(x.tail[b]) if x.context_len[b] + i <= here]
-    return [s for s in (*chosen, *behind) if s >= 0]
+    in_tail = [s for i, s in enumerate(x.tail[b]) if x.context_len[b] + i <= position]
+    return [s for s in (*chosen, *in_tail) if s >= 0]
 
 
 def weights(x: Inputs, junk: float) -> np.ndarray:
@@ -229,8 +229,8 @@ def _jitted(*arrays, **settings):
 
 def run(x: Inputs, backend: str, **settings):
     arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
-    given = settings | {"counts": arrays[-2], "log_weights": arrays[-1]}
-    if reason := GATHERED.backend(backend).supports(*arrays[:-2], **given):
+    all_settings = settings | {"counts": arrays[-2], "log_weights": arrays[-1]}
+    if reason := GATHERED.backend(backend).supports(*arrays[:-2], **all_settings):
         pytest.skip(f"{backend}: {reason}")
     return _jitted(*arrays, implementation=backend, **settings)
 
@@ -294,10 +294,10 @@ def test_real_shapes_equal_the_definition_on_a_gpu(case, backend):
         pytest.skip(reason)
     out, lse = run(inputs(case, junk=np.nan), backend, **case.settings)
     expected_out, expected_lse = expected(case)
-    wide = case.dtype == "float32"
+    is_float32 = case.dtype == "float32"
     error = np.linalg.norm(np.asarray(out, np.float64) - expected_out, axis=-1)
-    assert (error <= (1e-5 if wide else 1e-2) * np.linalg.norm(expected_out, axis=-1)).all()
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5 if wide else 1e-2)
+    assert (error <= (1e-5 if is_float32 else 1e-2) * np.linalg.norm(expected_out, axis=-1)).all()
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5 if is_float32 else 1e-2)
 
 
 @jax.jit

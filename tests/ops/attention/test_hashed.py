@@ -17,7 +17,7 @@ NAMES = "q k v qk_rope keys values codes w positions context_len counts".split()
 OUTPUTS = ("out", "lse", "slots", "keys", "values", "codes")
 
 
-def given(case) -> dict:
+def named_arguments(case) -> dict:
     """The arguments of a case by name."""
     return dict(zip(NAMES, case.build(), strict=True))
 
@@ -33,12 +33,12 @@ def turned(x, norm, cosine, sine):
 
 def products(x) -> tuple[np.ndarray, np.ndarray]:
     """Turned queries ``[B, N, H]`` and keys ``[B, K, H]``."""
-    qk_rope, found = x["qk_rope"], []
+    qk_rope, heads = x["qk_rope"], []
     cosine, sine = (np.float64(angle[:, 0, 0]) for angle in (qk_rope.cosine, qk_rope.sine))
     for name, norm in (("q", qk_rope.q_norm), ("k", qk_rope.k_norm)):
         rows = zip(np.float64(x[name])[:, 0], cosine, sine, strict=True)
-        found.append(np.array([[turned(head, norm, c, s) for head in row] for row, c, s in rows]))
-    return found[0], found[1]
+        heads.append(np.array([[turned(head, norm, c, s) for head in row] for row, c, s in rows]))
+    return heads[0], heads[1]
 
 
 def chosen_of(scores, context_len, count, budget, sinks, recent) -> list[int]:
@@ -57,18 +57,18 @@ def brute_force(x, *, budget, sinks, recent, num_new, scale, softcap) -> dict[st
     out = np.zeros((batch, 1, heads, values.shape[3]))
     lse, slots = np.full((batch, 1, heads), -np.inf), np.full((batch, kv_heads, budget), -1)
     for b, head in np.ndindex(batch, kv_heads):
-        here, context_len = int(x["positions"][b, 0]), int(x["context_len"][b])
-        if here >= 0:
-            keys[b, here, head], values[b, here, head] = new[b, head], x["v"][b, 0, head]
+        position, context_len = int(x["positions"][b, 0]), int(x["context_len"][b])
+        if position >= 0:
+            keys[b, position, head], values[b, position, head] = new[b, head], x["v"][b, 0, head]
             bits = new[b, head] @ w[head] > 0
-            codes[b, here, head] = np.packbits(bits, bitorder="little").view("<u4")
+            codes[b, position, head] = np.packbits(bits, bitorder="little").view("<u4")
         group = range(head * heads // kv_heads, (head + 1) * heads // kv_heads)
-        held = np.unpackbits(codes[b, :, head].view(np.uint8), axis=-1, bitorder="little")
-        scores = sum((held == (queries[b, n] @ w[head] > 0)).sum(axis=-1) for n in group)
+        stored = np.unpackbits(codes[b, :, head].view(np.uint8), axis=-1, bitorder="little")
+        scores = sum((stored == (queries[b, n] @ w[head] > 0)).sum(axis=-1) for n in group)
         chosen = chosen_of(scores, context_len, int(x["counts"][b]), budget, sinks, recent)
         slots[b, head, : len(chosen)] = chosen
-        read = [*chosen, *(s for s in range(context_len, context_len + num_new) if s <= here)]
-        for n in group if here >= 0 else ():
+        read = [*chosen, *(s for s in range(context_len, context_len + num_new) if s <= position)]
+        for n in group if position >= 0 else ():
             logits = scale * keys[b, read, head] @ queries[b, n]
             logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
             lse[b, 0, n] = np.log(np.exp(logits - logits.max()).sum()) + logits.max()
@@ -79,7 +79,7 @@ def brute_force(x, *, budget, sinks, recent, num_new, scale, softcap) -> dict[st
 @functools.cache
 def expected(name: str) -> dict[str, np.ndarray]:
     case = next(case for case in HASH_ATTENTION.cases() if case.name == name)
-    return brute_force(given(case), **case.static)
+    return brute_force(named_arguments(case), **case.static)
 
 
 @functools.partial(jax.jit, static_argnames=("backend", "static"))
@@ -99,24 +99,28 @@ def run(x, case, backend, **changed) -> dict[str, jax.Array]:
 @every_backend(HASH_ATTENTION)
 @every_case(HASH_ATTENTION)
 def test_equals_the_definition(case, backend):
-    got, wanted = run(given(case), case, backend), expected(case.name)
-    x = given(case)
+    got, want = run(named_arguments(case), case, backend), expected(case.name)
+    x = named_arguments(case)
     assert got["out"].dtype == x["q"].dtype
     assert got["lse"].dtype == jnp.float32
     for name in ("slots", "codes"):
-        np.testing.assert_array_equal(got[name], wanted[name])
+        np.testing.assert_array_equal(got[name], want[name])
     for name in ("keys", "values"):
         assert got[name].dtype == x[name].dtype
-        np.testing.assert_allclose(np.float64(got[name]), wanted[name], rtol=1e-5, atol=1e-5)
-    wide = x["q"].dtype == np.float32
-    np.testing.assert_allclose(np.float64(got["out"]), wanted["out"], atol=1e-5 if wide else 2e-2)
-    np.testing.assert_allclose(got["lse"], wanted["lse"], rtol=1e-5, atol=1e-4 if wide else 2e-2)
+        np.testing.assert_allclose(np.float64(got[name]), want[name], rtol=1e-5, atol=1e-5)
+    is_float32 = x["q"].dtype == np.float32
+    np.testing.assert_allclose(
+        np.float64(got["out"]), want["out"], atol=1e-5 if is_float32 else 2e-2
+    )
+    np.testing.assert_allclose(
+        got["lse"], want["lse"], rtol=1e-5, atol=1e-4 if is_float32 else 2e-2
+    )
 
 
 @every_case(HASH_ATTENTION)
 def test_the_bits_of_a_case_do_not_hang_on_rounding(case):
     """Sums are far from 0, or of whole numbers: exact."""
-    x = given(case)
+    x = named_arguments(case)
     group = x["q"].shape[2] // x["k"].shape[2]
     for heads, by in zip(products(x), (group, 1), strict=True):
         sums = np.einsum("bnh,nhr->bnr", heads, np.repeat(np.float64(x["w"]), by, axis=0))
@@ -124,8 +128,8 @@ def test_the_bits_of_a_case_do_not_hang_on_rounding(case):
 
 
 def test_the_cases_hold_what_they_should():
-    """Ties, an empty row, padding, one budget below another, and more wanted than there is."""
-    x, want = given(HASH_ATTENTION.cases()[0]), expected("small")
+    """Ties, an empty row, padding, one budget below another, and a budget above the length."""
+    x, want = named_arguments(HASH_ATTENTION.cases()[0]), expected("small")
     assert (x["context_len"] == 0).any()
     assert (x["positions"] < 0).any()
     assert (want["slots"][0] >= 0).all()
@@ -142,14 +146,14 @@ def test_the_cases_hold_what_they_should():
 @every_case(HASH_ATTENTION)
 def test_what_is_not_read_changes_no_bit(case, backend):
     """NaN in slots that are neither selected nor in the tail, and in what the token overwrites."""
-    x, want = given(case), expected(case.name)
+    x, want = named_arguments(case), expected(case.name)
     clean = run(x, case, backend)
     read = np.zeros(x["keys"].shape[:3], bool)
     for b, head in np.ndindex(*want["slots"].shape[:2]):
-        here, context_len = x["positions"][b, 0], x["context_len"][b]
-        own = want["slots"][b, head]
+        position, context_len = x["positions"][b, 0], x["context_len"][b]
+        chosen = want["slots"][b, head]
         # The token's own slot is written first.
-        read[b, [s for s in (*own, *range(context_len, here)) if s >= 0], head] = True
+        read[b, [s for s in (*chosen, *range(context_len, position)) if s >= 0], head] = True
     poisoned = {name: np.where(read[..., None], x[name], np.nan) for name in ("keys", "values")}
     poisoned = {name: a.astype(x[name].dtype) for name, a in poisoned.items()}
     behind = np.arange(x["codes"].shape[1]) >= x["context_len"][:, None]
@@ -163,7 +167,7 @@ def test_what_is_not_read_changes_no_bit(case, backend):
 @every_backend(HASH_ATTENTION)
 def test_padding_leaves_the_cache_as_it_is(backend):
     case = HASH_ATTENTION.cases()[0]
-    x = given(case)
+    x = named_arguments(case)
     x["positions"] = np.full_like(x["positions"], -1)
     got = run(x, case, backend)
     for name in ("keys", "values", "codes"):
@@ -178,7 +182,7 @@ def test_a_row_alone_is_the_row_in_the_batch(backend):
     if backend == "xla" and jax.default_backend() == "gpu":
         pytest.skip("XLA takes another product for another batch")
     case = HASH_ATTENTION.cases()[0]
-    x = given(case)
+    x = named_arguments(case)
     together = run(x, case, backend)
     for row in range(len(x["q"])):
         at, qk_rope = slice(row, row + 1), x["qk_rope"]
@@ -197,10 +201,10 @@ def test_a_row_alone_is_the_row_in_the_batch(backend):
 def test_what_is_left_out_has_its_default(backend):
     """No counts are as many as are selected, and the scale that of the queries' size."""
     case = HASH_ATTENTION.cases()[0]
-    x = given(case)
-    wanted = run(x, case, backend)
+    x = named_arguments(case)
+    want = run(x, case, backend)
     for name, got in run(x | {"counts": None}, case, backend, scale=None).items():
-        np.testing.assert_array_equal(got, wanted[name])
+        np.testing.assert_array_equal(got, want[name])
 
 
 @pytest.mark.parametrize("name", ["xla", "two_steps"])

@@ -1,4 +1,4 @@
-"""Attention that scores its keys beside: the same attention, and scores from the definition."""
+"""Attention that scores its keys too: the same attention, and scores from the definition."""
 
 import functools
 
@@ -26,18 +26,18 @@ def arrays(x: Inputs, case: Case):
     q, k, v, positions, stored = (
         None if a is None else jnp.asarray(a) for a in (x.q, x.k, x.v, x.positions, x.key_positions)
     )
-    wide = np.asarray(x.q, np.float32).mean(axis=1)
-    wide = wide.reshape(len(case.lengths), case.kv_heads, -1, case.size).mean(axis=2)
-    return (q, k, v, positions, jnp.asarray(wide, q.dtype)), stored
+    query = np.asarray(x.q, np.float32).mean(axis=1)
+    query = query.reshape(len(case.lengths), case.kv_heads, -1, case.size).mean(axis=2)
+    return (q, k, v, positions, jnp.asarray(query, q.dtype)), stored
 
 
 def read_by_some(x: Inputs, case: Case) -> np.ndarray:
     """Which of ``[B, S]`` slots some query of the row reads."""
     stored = np.arange(case.slots)[None] if x.key_positions is None else x.key_positions
-    here, at = x.positions[:, :, None], stored[:, None]
-    observed = (at >= 0) & (at <= here)
+    position, at = x.positions[:, :, None], stored[:, None]
+    observed = (at >= 0) & (at <= position)
     if case.window is not None:
-        observed &= at > here - case.window
+        observed &= at > position - case.window
     return observed.any(axis=1)
 
 
@@ -59,13 +59,13 @@ def check(got, x: Inputs, case: Case, tolerance: float):
 @pytest.mark.parametrize("implementation", SCORED.backends)
 def test_equals_the_definition(case, implementation):
     x = inputs(case, junk=np.nan)
-    given, stored = arrays(x, case)
+    operands, stored = arrays(x, case)
     settings = case.settings | {"key_positions": stored}
     backend = SCORED.backend(implementation)
-    if reason := backend.supports(*given, **settings):
+    if reason := backend.supports(*operands, **settings):
         pytest.skip(reason)
     run = functools.partial(scored_attention, implementation=implementation, **settings)
-    check(jax.jit(run)(*given), x, case, EXACT)
+    check(jax.jit(run)(*operands), x, case, EXACT)
 
 
 def test_a_probe_that_does_not_fit_is_refused():

@@ -38,11 +38,11 @@ def check(got, case: Case) -> None:
         counted = x.positions[row] >= 0
         end = length - case.tokens + 1
         for head in range(case.kv_heads):
-            own = slice(*(case.heads // case.kv_heads * h for h in (head, head + 1)))
-            scores = np.einsum("tgh,sh->tgs", q[row, counted, own], k[row, :end, head]) * scale
+            group = slice(*(case.heads // case.kv_heads * h for h in (head, head + 1)))
+            scores = np.einsum("tgh,sh->tgs", q[row, counted, group], k[row, :end, head]) * scale
             if case.softcap is not None:
                 scores = case.softcap * np.tanh(scores / case.softcap)
-            weights = np.exp(scores - lse[row, counted, own, None])
+            weights = np.exp(scores - lse[row, counted, group, None])
             expected = weights.mean(axis=(0, 1)) if counted.any() else np.zeros(max(end, 0))
             np.testing.assert_allclose(
                 got[row, head, : max(end, 0)], expected, rtol=2e-5, atol=1e-7
@@ -52,12 +52,14 @@ def check(got, case: Case) -> None:
 @by_name
 @pytest.mark.parametrize("implementation", WEIGHTS.backends)
 def test_equals_the_definition(case, implementation):
-    given = arguments(case)
+    operands = arguments(case)
     settings = {"scale": case.scale, "softcap": case.softcap}
-    if reason := WEIGHTS.backend(implementation).supports(*given, **settings):
+    if reason := WEIGHTS.backend(implementation).supports(*operands, **settings):
         pytest.skip(reason)
     check(
-        jax.jit(functools.partial(mean_weights, implementation=implementation, **settings))(*given),
+        jax.jit(functools.partial(mean_weights, implementation=implementation, **settings))(
+            *operands
+        ),
         case,
     )
 

@@ -40,16 +40,16 @@ def assert_lossless(model, plain):
     assert got.stats.acceptance_rate > 0.4
 
 
-def test_drafts_by_an_own_policy_are_lossless(sharp, plain):
+def test_drafts_by_a_policy_of_the_user_are_lossless(sharp, plain):
     assert_lossless(sharp, plain)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_drafts_by_an_own_policy_are_lossless_on_a_mesh(sharp, plain):
+def test_drafts_by_a_policy_of_the_user_are_lossless_on_a_mesh(sharp, plain):
     assert_lossless(helix.shard(sharp, helix.HelixConfig(kvp=2, block=4)), plain)
 
 
-def test_an_own_policy_that_does_not_run_on_a_mesh_is_refused(sharp):
+def test_a_policy_of_the_user_that_does_not_run_on_a_mesh_is_refused(sharp):
     class Local(EveryFourth):
         runs_on_mesh = False
 
