@@ -204,7 +204,7 @@ class LLM:
             ids = self.encode_chat(prompt, **settings)
         pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         closed = threading.Event()
-        row = self._row(_texts(stop))
+        row = self._row(ids, params, _texts(stop))
         params = with_stops(params, _texts(stop), self.tokenizer)
 
         def on_tokens(_: int, tokens: tuple[int, ...]) -> int | None:
@@ -266,7 +266,7 @@ class LLM:
 
     def _answer(self, prompts, params, stop, logprobs) -> list[Completion]:
         """Completions of one batch."""
-        rows = [self._row(stop) for _ in prompts]
+        rows = [self._row(ids, p, stop) for ids, p in zip(prompts, params, strict=True)]
         params = [with_stops(p, stop, self.tokenizer) for p in params]
 
         def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
@@ -294,8 +294,9 @@ class LLM:
             )
         ]
 
-    def _row(self, stop: tuple[str, ...]) -> RowText:
-        return RowText(self.tokenizer, stop, frozenset(self.model.config.stop_tokens))
+    def _row(self, prompt: Sequence[int], params: SamplingParams, stop: tuple[str, ...]) -> RowText:
+        ends = () if params.ignore_eos else self.model.config.stop_tokens
+        return RowText(self.tokenizer, stop, ends, prompt)
 
 
 def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:

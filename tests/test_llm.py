@@ -1,11 +1,18 @@
 """`LLM`: text and conversations in, text out, by the first layers of the bundled model."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jspec
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate
+from jspec.models.tokenizer import Tokenizer
+from tests.models import tokenizers as made
 
 CODE = "import os\nimport sys\n\n\ndef main():\n"
 TALK = [{"role": "user", "content": CODE}]
@@ -77,6 +84,60 @@ def test_text_ends_before_a_stop_text(llm, plain):
     assert result.text == text[: text.index(text[4:8])]
     assert result.finished == "stop"
     assert result.tokens == plain[: len(result.tokens)]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptConfig:
+    stop_tokens: tuple[int, ...]
+    vocab_size: int = 300
+    max_context: int = 64
+    layers: tuple = (jspec.LayerSpec(kv_heads=1, key_size=8, value_size=8),)
+
+
+class Script(nnx.Module):
+    """Each token is followed by the next one of ``tokens``, which it repeats."""
+
+    dtype = jnp.float32
+
+    def __init__(self, tokens, *ends):
+        self.config = ScriptConfig(ends)
+        following = np.zeros(self.config.vocab_size, np.int32)
+        following[tokens] = np.roll(tokens, -1)
+        self.following = nnx.Param(jnp.asarray(following))
+
+    def __call__(self, tokens, positions, attend, cache):
+        q = jnp.zeros((*tokens.shape, 1, 8))
+        y, cache = attend(0, q, q, q, cache)
+        hidden = jax.nn.one_hot(self.following[...][jnp.maximum(tokens, 0)], 300)
+        return hidden + 0 * y.sum(), cache
+
+    def logits(self, hidden):
+        return 20.0 * hidden
+
+
+def test_an_answer_keeps_its_first_space(tmp_path):
+    """As after a prompt, where tokenizers of Llama 2's kind drop the first space of a text."""
+    library = made.byte_fallback()
+    tokenizer = jspec.load_tokenizer(made.write(library, tmp_path))
+    script = [library.token_to_id(piece) for piece in ("a", "▁the", "b", "▁▁")]
+    llm = jspec.LLM(Script(script), tokenizer=tokenizer, draft=None)
+    params = jspec.SamplingParams(max_new_tokens=4)
+    assert llm.generate("a", params)[0].text == " theb  a"
+    assert "".join(llm.stream("a", params)) == " theb  a"
+    (ended,) = llm.generate("a", params, stop=" the")
+    assert (ended.text, ended.finished, len(ended.tokens)) == ("", "stop", 1)
+
+
+def test_an_end_token_that_ends_nothing_is_text():
+    tokenizer: Tokenizer = jspec.load_tokenizer(bundled_path())
+    llm = jspec.LLM(Script([97, 98, 10], 10), tokenizer=tokenizer, draft=None)
+    params = jspec.SamplingParams(max_new_tokens=6)
+    assert llm.generate("a", params)[0].text == "b"
+    params = dataclasses.replace(params, ignore_eos=True)
+    assert llm.generate("a", params)[0].text == "b\nab\na"
+    assert "".join(llm.stream("a", params)) == "b\nab\na"
+    (ended,) = llm.generate("a", params, stop="\nab")
+    assert (ended.text, ended.finished) == ("b", "stop")
 
 
 def test_n_answers_have_seeds_in_a_row(llm):

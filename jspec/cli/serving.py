@@ -94,9 +94,9 @@ class Job:
             raise ValueError(NO_TEMPLATE)
         return self.template.encode(self.tokenizer, prompt)
 
-    def row(self, request: CliRequest) -> RowText:
-        special = frozenset(self.model.config.stop_tokens)
-        return RowText(self.tokenizer, request.stop, special)
+    def row(self, one: Ready) -> RowText:
+        ends = () if one.params.ignore_eos else self.model.config.stop_tokens
+        return RowText(self.tokenizer, one.request.stop, ends, one.prompt)
 
 
 class Show:
@@ -137,7 +137,7 @@ def serve(job: Job, ready: Sequence[Ready], show: Show, name: str = "decode") ->
 
 def _single(job: Job, one: Ready, show: Show) -> Outcome:
     """A request of the command's own, whose text streams."""
-    row, progress, interrupted = job.row(one.request), show.progress, False
+    row, progress, interrupted = job.row(one), show.progress, False
 
     def on_tokens(_: int, tokens: tuple[int, ...]) -> int | None:
         text, end = row.take(tokens)
@@ -158,7 +158,7 @@ def _single(job: Job, one: Ready, show: Show) -> Outcome:
     except Interrupted as stop:
         interrupted, generation, shown = True, stop.generation, row.text
         # The row may have part of more tokens than there are.
-        row = job.row(one.request)
+        row = job.row(one)
         row.feed(generation.tokens[0])
         show.piece(row.text[len(shown) :])
     show.piece(row.close())
@@ -179,7 +179,7 @@ def _lines(job: Job, ready: Sequence[Ready], show: Show) -> Outcome:
         on_compile=progress.compiling,
         **job.options,
     )
-    rows = [job.row(one.request) for one in ready]
+    rows = [job.row(one) for one in ready]
     served: list[Served] = []
 
     def submitted(one: Ready, row: RowText) -> Request:
@@ -204,7 +204,7 @@ def _lines(job: Job, ready: Sequence[Ready], show: Show) -> Outcome:
         for one, request in zip(ready[begin:], requests[begin:], strict=True):
             if request.tokens:
                 # The row that was at work may have part of more tokens than there are.
-                row = job.row(one.request)
+                row = job.row(one)
                 row.feed(request.tokens)
                 add(one, row, request.finished)
     return Outcome(served, engine.stats, interrupted)

@@ -213,8 +213,8 @@ def _answer(
     settings: dict[str, Any],
     prefilled: DecodeState | None,
 ) -> tuple[list[str], Stats]:
-    special = frozenset(model.config.stop_tokens)
-    rows = [RowText(tokenizer, (), special) for _ in asked]
+    ends = model.config.stop_tokens
+    rows = [RowText(tokenizer, (), ends, one.prompt) for one in asked]
 
     def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
         text, room = rows[row], asked[row].room

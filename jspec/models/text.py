@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jspec.config import SamplingParams
 from jspec.models.tokenizer import Tokenizer
@@ -12,7 +12,16 @@ from jspec.models.tokenizer import Tokenizer
 class RowText:
     """Converts the tokens of a row to text piece by piece.
 
-    Text that may be the beginning of a stop text stays pending until later tokens decide.
+    The texts of the prompt and of the row, joined, are the text of all tokens. A stop text is
+    matched in the text that is shown; one that contains a special token is matched in the text with
+    special tokens written out. Text that may be the beginning of a stop text stays pending until
+    later tokens decide.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        stop: texts that end the row.
+        hidden: tokens that are not shown, in addition to special ones: those that end the row.
+        prompt: token ids before the row.
 
     Attributes:
         text: the text so far.
@@ -20,11 +29,22 @@ class RowText:
         stopped: whether a stop text ended the row.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], special: frozenset[int]):
-        self._decode = tokenizer.stream()
-        self._stop = stop
-        self._special = special
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        hidden: Iterable[int] = (),
+        prompt: Iterable[int] = (),
+    ):
+        self._decode = tokenizer.stream(prompt)
+        self._special = tokenizer.special_ids
+        self._hidden = frozenset(hidden)
+        self._stop = [
+            (text, any(special in text for special in self._special.values())) for text in stop
+        ]
+        self._spells_special = any(has_special for _, has_special in self._stop)
         self._pending = ""
+        self._is_shown: list[bool] = []  # for each character of the pending text
         self.text = ""
         self.tokens: list[int] = []
         self.stopped = False
@@ -36,8 +56,11 @@ class RowText:
             if self.stopped:
                 break
             self.tokens.append(token)
-            if token not in self._special:
-                shown += self._add(self._decode([token], False))
+            special = self._special.get(token)
+            is_shown = special is None and token not in self._hidden
+            if is_shown or self._spells_special:
+                text = self._decode([token], False) if special is None else special
+                shown += self._add(text, is_shown=is_shown)
         return shown
 
     def take(self, tokens: Sequence[int]) -> tuple[str, int | None]:
@@ -51,22 +74,39 @@ class RowText:
         if self.stopped:
             return ""
         rest = self._add(self._decode([], True))
-        if not self.stopped:
-            rest += self._pending
-            self.text += self._pending
-            self._pending = ""
-        return rest
+        return rest if self.stopped else rest + self._release(len(self._pending))
 
-    def _add(self, new: str) -> str:
-        self._pending += new
-        stop_positions = [at for at in (self._pending.find(stop) for stop in self._stop) if at >= 0]
-        if stop_positions:
-            self.stopped = True
-            ready, self._pending = self._pending[: min(stop_positions)], ""
-        else:
-            keep = max((_overlap(self._pending, stop) for stop in self._stop), default=0)
-            cut = len(self._pending) - keep
-            ready, self._pending = self._pending[:cut], self._pending[cut:]
+    def _add(self, text: str, *, is_shown: bool = True) -> str:
+        """Append ``text``; returns what can no longer be part of a stop text."""
+        self._pending += text
+        self._is_shown += [is_shown] * len(text)
+        every = range(len(self._pending))
+        shown_at = [at for at in every if self._is_shown[at]]
+        shown = "".join(self._pending[at] for at in shown_at)
+        begins, cuts = [], [len(self._pending)]
+        for stop, has_special in self._stop:
+            whole, at = (self._pending, every) if has_special else (shown, shown_at)
+            begin = whole.find(stop)
+            if begin >= 0:
+                begins.append(at[begin])
+            elif overlap := _overlap(whole, stop):
+                cuts.append(at[-overlap])
+        self.stopped = bool(begins)
+        ready = self._release(min(begins or cuts))
+        if self.stopped:
+            self._pending, self._is_shown = "", []
+        return ready
+
+    def _release(self, count: int) -> str:
+        """Move the first ``count`` pending characters to the text; returns those that are shown."""
+        ready = "".join(
+            character
+            for character, is_shown in zip(
+                self._pending[:count], self._is_shown[:count], strict=True
+            )
+            if is_shown
+        )
+        self._pending, self._is_shown = self._pending[count:], self._is_shown[count:]
         self.text += ready
         return ready
 
@@ -74,10 +114,9 @@ class RowText:
 def with_stops(params: SamplingParams, stop: Sequence[str], tokenizer: Tokenizer) -> SamplingParams:
     """``params`` with the stop texts that are a token: these end a row in the step itself.
 
-    Longer ones are found by `RowText` between chunks.
+    Others are found by `RowText` between chunks.
     """
-    encoded = [tokenizer.encode(text, special=False) for text in stop]
-    single = {ids[0] for ids in encoded if len(ids) == 1}
+    single = {token for text in stop if (token := tokenizer.token_of(text)) is not None}
     return dataclasses.replace(params, stop_tokens=tuple(sorted({*params.stop_tokens, *single})))
 
 

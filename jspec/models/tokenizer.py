@@ -35,6 +35,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: number of token ids.
+        special_ids: the special tokens, which have no text, by id, as they are spelled.
         byte_level: whether id b is byte b, so that bytes that are not UTF-8 can be encoded.
     """
 
@@ -42,9 +43,9 @@ class Tokenizer:
         self._library = library
         self._content = content
         self.vocab_size = library.get_vocab_size(with_added_tokens=True)
-        added = values.get("added_tokens") or []  # the library has read them
-        self._added = [token["content"] for token in added]
-        self._special = frozenset(token["content"] for token in added if token["special"])
+        added = library.get_added_tokens_decoder()
+        self._added = [token.content for token in added.values()]
+        self.special_ids = {index: token.content for index, token in added.items() if token.special}
         self._joined = byte_decoder(values.get("decoder"))
         self._pieces: dict[int, bytes] = {}
         self._template = self._read_template() if _is_byte_level(values) else None
@@ -103,18 +104,46 @@ class Tokenizer:
         before, after = template if special else ([], [])
         return [*before, *data, *after]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Iterable[int], *, prompt: Iterable[int] = ()) -> str:
         """Convert token ids to text, without special tokens and unknown ids.
 
         Args:
             tokens: token ids.
+            prompt: token ids before them. Tokenizers like that of Llama 2 drop the first space of a
+                text, which after a prompt is not the first.
 
         Returns:
-            The text; bytes that are not UTF-8 become U+FFFD.
+            What the text of ``prompt`` and ``tokens`` adds to that of ``prompt``; bytes that are
+            not UTF-8 become U+FFFD.
         """
+        prompt = list(prompt)
+        if prompt:
+            return self.stream(prompt)(list(tokens), True)
         if self._joined is None:
             return self._decode(self._known(tokens))
         return self.raw(tokens).decode(errors="replace")
+
+    def token_of(self, text: str) -> int | None:
+        """The token that spells ``text`` wherever it stands.
+
+        Args:
+            text: a text.
+
+        Returns:
+            The id of a special token of this spelling, or of a token whose text contains ``text``
+            after any other token; None where no single token is known to.
+        """
+        try:
+            ids = self.encode(text, special=False)
+        except ValueError:
+            return None
+        if len(ids) != 1:
+            return None
+        # A token may also stand for what a normalizer makes of the text, or for all unknown texts.
+        spelling = self.special_ids.get(ids[0])
+        if spelling is None:
+            spelling = "" if self._joined is None else self.decode(ids)
+        return ids[0] if text in spelling else None
 
     def raw(self, tokens: Iterable[int]) -> bytes:
         """Convert token ids to bytes, without special tokens and unknown ids.
@@ -147,47 +176,66 @@ class Tokenizer:
         finally:
             partial.unlink(missing_ok=True)
 
-    def stream(self) -> Callable[[Sequence[int], bool], str]:
+    def stream(self, prompt: Iterable[int] = ()) -> Callable[[Sequence[int], bool], str]:
         """Create an incremental decoder that never splits a character.
+
+        Args:
+            prompt: token ids before the first ones, as in `decode`.
 
         Returns:
             A function ``(new_tokens, final) -> new_text``. The texts of its calls, joined, equal
             `decode` of all tokens. ``final``: no more tokens follow.
         """
-        return self._stream_text() if self._joined is None else self._stream_bytes()
+        return self._stream_text(prompt) if self._joined is None else self._stream_bytes(prompt)
 
-    def _stream_bytes(self) -> Callable[[Sequence[int], bool], str]:
+    def _stream_bytes(self, prompt: Iterable[int]) -> Callable[[Sequence[int], bool], str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         leading = self._joined.leading if self._joined else 0
 
-        def advance(tokens: Sequence[int], final: bool) -> str:
+        def advance(tokens: Iterable[int], final: bool) -> str:
             nonlocal leading
             data = self._bytes(tokens)
             spaces = _leading(data, leading)
             leading = leading - spaces if spaces == len(data) else 0
             return decoder.decode(data[spaces:], final)
 
-        return advance
+        advance(prompt, False)
+        # The text of the prompt ends in this, unless the next bytes complete a character.
+        broken = decoder.getstate()[0].decode(errors="replace")
 
-    def _stream_text(self) -> Callable[[Sequence[int], bool], str]:
+        def advance_after_prompt(tokens: Sequence[int], final: bool) -> str:
+            nonlocal broken
+            text = advance(tokens, final)
+            if text:
+                text, broken = text.removeprefix(broken), ""
+            return text
+
+        return advance_after_prompt
+
+    def _stream_text(self, prompt: Iterable[int]) -> Callable[[Sequence[int], bool], str]:
         # A token's text may depend on the one before it: both are decoded, and what that one gives
         # alone is cut off. Bytes that a decoder joins only after other steps wait for each other.
-        context: list[int] = []
+        context = self._known(prompt)[-_MAX_PENDING:]
         pending: list[int] = []
-        shown = ""
+        shown = self._decode(context)
+
+        def new_text() -> str:
+            text = self._decode(context + pending)
+            before = shown if text.startswith(shown) else shown.rstrip(_BROKEN)
+            return text[len(before) :]
 
         def advance(tokens: Sequence[int], final: bool) -> str:
             nonlocal context, pending, shown
             new = []
             for token in self._known(tokens):
                 pending.append(token)
-                text = self._decode(context + pending)
+                text = new_text()
                 if text.endswith(_BROKEN) and len(pending) < _MAX_PENDING:
                     continue
-                new.append(text[len(shown) :])
+                new.append(text)
                 context, shown, pending = pending, self._decode(pending), []
             if final and pending:
-                new.append(self._decode(context + pending)[len(shown) :])
+                new.append(new_text())
             return "".join(new)
 
         return advance
@@ -208,7 +256,7 @@ class Tokenizer:
         number = operator.index(token)
         if number not in self._pieces and 0 <= number < 2**32:
             spelling = self._library.id_to_token(number)
-            if spelling is not None and spelling not in self._special:
+            if spelling is not None and number not in self.special_ids:
                 self._pieces[number] = self._joined.of(spelling) if self._joined else b""
         return self._pieces.get(number)
 

@@ -1,11 +1,15 @@
 """Text of a row: whole characters, cut before stop texts, whatever the pieces."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
+from jspec.config import SamplingParams
 from jspec.models.bundled import bundled_path
-from jspec.models.text import RowText
+from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import load_tokenizer
+from tests.models import tokenizers as made
 
 TOKENIZER = load_tokenizer(bundled_path())
 SPECIAL = frozenset({257})
@@ -64,3 +68,74 @@ def test_tokens_after_a_stop_text_are_dropped():
     assert bytes(row.tokens) == b"hello"
     assert row.feed(list(b"world")) == ""
     assert bytes(row.tokens) == b"hello"
+
+
+END = TOKENIZER.encode("<|end|>", special=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "expected"),
+    [
+        ([*b"a", END, *b"\nb"], "<|end|>\n", "a"),
+        ([*b"a<|end|>", *b"\nb"], "<|end|>\n", "a"),
+        ([*b"a", END, *b"b"], "a<|end|>b", ""),
+        ([*b"xa", END, END], "a<|end|><|end|>", "x"),
+        ([*b"ab", 256, END, *b"c"], "b<|bos|><|end|>c", "a"),
+        # The text that is shown holds no special token.
+        ([*b"a", END, *b"\nb"], "a\n", ""),
+        ([*b"a", END, *b"b"], "end", None),
+        ([*b"a", END, *b"b"], "<|end|>c", None),
+        ([*b"a", END, *b"b"], "<|en", None),
+    ],
+)
+def test_stop_texts_with_special_tokens(tokens, stop, expected):
+    for cuts in ([], [1], [2, 3], range(len(tokens))):
+        row, shown = feed(tokens, list(cuts), (stop,))
+        assert row.stopped == (expected is not None)
+        whole = TOKENIZER.decode([token for token in tokens if token != 257])
+        assert shown == row.text == (whole if expected is None else expected)
+
+
+def test_a_hidden_token_may_be_the_end_of_a_stop_text():
+    row, shown = feed([97, 98, 257], [], ("b" + TOKENIZER.special_ids[257],))
+    assert (shown, row.stopped) == ("a", True)
+
+
+def stop_tokens(tokenizer, *stop) -> tuple[int, ...]:
+    return with_stops(SamplingParams(), stop, tokenizer).stop_tokens
+
+
+def test_a_stop_text_that_is_a_token_ends_a_row_in_the_step(tmp_path):
+    assert stop_tokens(TOKENIZER, "\n", "<|end|>", "ab") == (10, END)
+    library = made.with_added_tokens(made.byte_fallback())
+    library.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(" ", "▁"), normalizers.Lowercase()]
+    )
+    tokenizer = load_tokenizer(made.write(library, tmp_path / "fallback"))
+    ids = {text: library.token_to_id(text) for text in ("a", "▁", "<eos>")}
+    assert stop_tokens(tokenizer, "a", "<eos>") == (ids["a"], ids["<eos>"])
+    # What a normalizer makes of a text is another text, and the first space may be dropped.
+    assert stop_tokens(tokenizer, "A", "\uff41", " ") == ()
+    # Of tokens whose text depends on their neighbours, only special ones are known.
+    words = made.with_added_tokens(made.word_piece())
+    tokenizer = load_tokenizer(made.write(words, tmp_path / "words"))
+    assert stop_tokens(tokenizer, "a", "zzz", "<eos>") == (words.token_to_id("<eos>"),)
+
+
+def test_a_stop_text_without_a_token_of_its_own(tmp_path):
+    """It becomes <unk>, which also stands for other texts; or it cannot be encoded at all."""
+    library = made.word_piece()
+    tokenizer = load_tokenizer(made.write(library, tmp_path))
+    assert tokenizer.encode("🙂") == [library.token_to_id("[UNK]")]
+    assert stop_tokens(tokenizer, "\U0001f642", "\ud800") == ()
+    row = RowText(tokenizer, ("\U0001f642",))
+    assert row.feed([library.token_to_id("a"), library.token_to_id("[UNK]")]) == "a [UNK]"
+    assert not row.stopped
+
+
+def test_a_stop_text_with_a_first_space(tmp_path):
+    library = made.byte_fallback()
+    tokenizer = load_tokenizer(made.write(library, tmp_path))
+    tokens = [library.token_to_id(piece) for piece in ("a", "▁the", "b")]
+    row = RowText(tokenizer, (" the",), (), tokens[:1])
+    assert (row.feed(tokens[1:]), row.stopped, row.tokens) == ("", True, tokens[1:2])

@@ -80,6 +80,37 @@ def test_pieces_join_to_the_text(pair, data):
         assert text == theirs
 
 
+@given(st.data())
+def test_an_answer_continues_its_prompt(pair, data):
+    """Where the prompt ends in half a character, the answer completes it."""
+    library, tokenizer = pair
+    ids = st.integers(0, library.get_vocab_size() - 1)
+    prompt, answer = data.draw(st.lists(ids, max_size=6)), data.draw(st.lists(ids, max_size=6))
+    text, before = (tokenizer.decode(tokens) for tokens in ([*prompt, *answer], prompt))
+    result = tokenizer.decode(answer, prompt=np.asarray(prompt, np.int32))
+    if text.startswith(before):
+        assert before + result == text
+    else:
+        assert before.removesuffix("\ufffd") + result == text
+    advance = tokenizer.stream(prompt)
+    assert "".join(advance([token], False) for token in answer) + advance([], True) == result
+
+
+def test_a_first_space_is_dropped_from_the_prompt_alone(tmp_path):
+    """What Llama 2's decoder drops; an indent keeps its width after a prompt."""
+    library = made.byte_fallback()
+    tokenizer = load_tokenizer(made.write(library, tmp_path))
+    space, the, a, newline = (library.token_to_id(piece) for piece in ("▁▁", "▁the", "a", "<0x0A>"))
+    assert tokenizer.decode([the]) == "the"
+    assert tokenizer.decode([the], prompt=[a]) == " the"
+    assert tokenizer.decode([space, a], prompt=[a, newline]) == "  a"
+    assert tokenizer.decode([space, a], prompt=[the, the]) == "  a"
+    assert tokenizer.decode([the], prompt=[library.token_to_id("▁")]) == " the"
+    library.add_special_tokens(["<s>"])
+    tokenizer = load_tokenizer(made.write(library, tmp_path))
+    assert tokenizer.decode([the], prompt=[library.token_to_id("<s>")]) == "the"
+
+
 @given(st.binary(max_size=12), st.lists(st.sampled_from(["a", "日", "▁the"]), max_size=3))
 def test_bytes_of_a_fallback_are_read_as_utf8(fallback, data, rest):
     """Python's own decoder says what broken bytes become."""
