@@ -112,6 +112,10 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.get(key) is not None
 
+    def ignore(self, *keys: str) -> None:
+        """Count fields as read that change nothing in the model at hand."""
+        self.read.update(keys)
+
     def _read(self, key: str, kind: str, valid, default):
         value = self.get(key)
         if value is None:

@@ -101,9 +101,11 @@ def _scaling(fields: Fields) -> dict[str, Any] | None:
     original = fields.integer("rope.scaling.original_context_length", None)
     fast = fields.number("rope.scaling.yarn_beta_fast", 32.0)
     slow = fields.number("rope.scaling.yarn_beta_slow", 1.0)
+    attention = fields.number("rope.scaling.attn_factor", 1.0)
+    attention *= fields.number("rope.scaling.yarn_attn_factor", 1.0)
     if kind == "none":
-        return None
-    values: dict[str, Any] = {"rope_type": kind, "factor": factor}
+        return None if attention == 1 else {"rope_type": "default", "attn_factor": attention}
+    values: dict[str, Any] = {"rope_type": kind, "factor": factor, "attn_factor": attention}
     if kind == "yarn":
         values |= {"original_max_position_embeddings": original}
         values |= {"beta_fast": fast, "beta_slow": slow}

@@ -1,5 +1,6 @@
 """config.json of each family: what it becomes, and what is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ from safetensors.numpy import load_file, save_file
 from jspec import CheckpointError, LayerSpec, Rope, RopeScaling, load_model
 from jspec.models import families
 from jspec.models.families import FAMILIES, model_config
-from tests.models.helpers import LLAMA, assert_equal, parameters, write_checkpoint
+from jspec.models.rope import rope_frequencies
+from tests.models.helpers import GOLDEN, LLAMA, assert_equal, parameters, write_checkpoint
 
 FOLDER = Path(families.__file__).parent
+PATHS = sorted(GOLDEN.glob("*/config.json"))
 QWEN2 = {**LLAMA, "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "model_type": "qwen3"}
 LLAMA3 = {
@@ -94,17 +97,104 @@ def test_rope_theta_inside_goes_first():
     assert model_config(values).ropes == (Rope(5e5),)
 
 
-def test_yarn_stretches_the_context():
-    assert model_config({**LLAMA, "rope_scaling": YARN}).max_context == 128
-    assert model_config({**LLAMA, "rope_scaling": LLAMA3}).max_context == 64
+@pytest.mark.parametrize("factor", [None, 1.0, 1.5])
+@pytest.mark.parametrize("more", [{}, {"mscale": 1.0, "mscale_all_dim": 0.5}])
+def test_attn_factor_multiplies_what_yarn_has_without_it(factor, more):
+    """YaRN's authors: ``mscale = get_mscale(factor) * attn_factor``."""
+    (rope,) = model_config({**LLAMA, "rope_scaling": {**YARN, **more}}).ropes
+    (other,) = model_config(
+        {**LLAMA, "rope_scaling": {**YARN, **more, "attn_factor": factor}}
+    ).ropes
+    before, after = (
+        rope_frequencies(8, 1e4, rope.scaling)[1],
+        rope_frequencies(8, 1e4, other.scaling)[1],
+    )
+    assert after == pytest.approx(before * (factor or 1.0))
 
 
-def test_unused_sliding_windows_are_no_obstacle():
-    window = {"sliding_window": 16, "max_window_layers": 1}
-    assert model_config({**QWEN2, **window, "use_sliding_window": False}).num_layers == 2
-    window["max_window_layers"] = 2
-    assert model_config({**QWEN2, **window, "use_sliding_window": True}).num_layers == 2
-    assert model_config({**QWEN3, "layer_types": ["full_attention"] * 2}).num_layers == 2
+def test_scaling_of_the_context():
+    """Linear and YaRN scaling stretch it, from the original length where the file says that."""
+    linear = {"type": "linear", "factor": 3.0}
+    cases = [
+        (YARN, 128),
+        (LLAMA3, 64),
+        (linear, 192),
+        ({**linear, "original_max_position_embeddings": 32}, 96),
+        ({**linear, "original_max_position_embeddings": 16}, 64),
+        ({"type": "dynamic", "factor": 3.0}, 64),
+    ]
+    for scaling, context in cases:
+        assert model_config({**LLAMA, "rope_scaling": scaling}).max_context == context
+
+
+def test_dynamic_scaling_changes_nothing_in_the_context():
+    config = model_config({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 3.0}})
+    assert config.ropes == (Rope(10000.0),)
+
+
+def test_dual_chunk_attention_is_plain_within_a_chunk():
+    chunks = {"chunk_size": 32, "local_size": 8, "original_max_position_embeddings": 48}
+    assert model_config({**QWEN2, "dual_chunk_attention_config": chunks}).max_context == 32
+    chunks["original_max_position_embeddings"] = 24
+    assert model_config({**QWEN2, "dual_chunk_attention_config": chunks}).max_context == 24
+    with pytest.raises(CheckpointError, match=r"fields \['dual_chunk_attention_config'\] are unk"):
+        model_config({**LLAMA, "dual_chunk_attention_config": chunks})
+    with pytest.raises(CheckpointError, match=r"dual_chunk_attention_config: fields \['other'\]"):
+        model_config({**QWEN2, "dual_chunk_attention_config": {**chunks, "other": 1}})
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"sliding_window": 16, "max_window_layers": 1, "use_sliding_window": False}, [None] * 2),
+        ({"sliding_window": 16, "max_window_layers": 2}, [None] * 2),
+        ({"sliding_window": 16, "max_window_layers": 1}, [None, 16]),
+        ({"sliding_window": 16, "max_window_layers": 0}, [16, 16]),
+        ({"sliding_window": None, "max_window_layers": 0}, [None, None]),
+        ({"max_window_layers": 1}, [None, 4096]),
+        ({"sliding_window": 16}, [None, None]),  # transformers: from layer 28 on
+        ({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, [9, None]),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_of_qwen(family, change, windows):
+    values = {**LLAMA, "model_type": family, "use_sliding_window": True, **change}
+    assert [spec.window for spec in model_config(values).layers] == windows
+
+
+def test_windows_of_qwen_that_disagree():
+    values = {**QWEN3, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}
+    with pytest.raises(CheckpointError, match=r"layer_types asks for .* use_sliding_window=false"):
+        model_config(values)
+
+
+GOLDENS = sorted({json.loads(p.read_text())["model_type"]: p for p in PATHS}.items())
+
+
+@pytest.mark.parametrize("path", [path for _, path in GOLDENS], ids=[name for name, _ in GOLDENS])
+def test_unknown_fields_of_every_family(path):
+    """What may change a token is an error by name; what cannot is ignored by a list of names."""
+    values = json.loads(path.read_text())
+    harmless = {"unsloth_version": "2026", "unsloth_fixed": True, "torch_dtype": "bfloat16"}
+    harmless |= {"_name_or_path": "x", "pruned_heads": {}, "top_k": 50, "some_future_field": None}
+    assert model_config({**values, **harmless}) == model_config(values)
+    for key, value in {
+        "this_changes_everything": True,
+        "_this_too": 1,
+        "embedding_multiplier": 12.0,
+        "no_rope_layers": [1, 1, 1, 0],
+        "pruned_heads": {"0": [1]},
+        "is_encoder_decoder": True,
+    }.items():
+        with pytest.raises(CheckpointError, match=rf"fields \['{key}'\] are unknown to jspec"):
+            model_config({**values, key: value})
+
+
+def test_a_renamed_mistral_is_refused():
+    with pytest.raises(
+        CheckpointError, match=r"\['sliding_window'\] .* the value 32; check model_t"
+    ):
+        model_config({**LLAMA, "sliding_window": 32})
 
 
 REFUSED = [
@@ -131,19 +221,17 @@ REFUSED = [
     ({"eos_token_id": "2"}, "eos_token_id='2' must be a token id below 24"),
     ({"eos_token_id": 24}, "eos_token_id=24 must be"),
     ({"eos_token_id": [1, -1]}, r"eos_token_id=\[1, -1\] must be"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has \['sliding"),
-    ({"layer_types": 5}, "layer_types has 5"),
-    ({"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window=true with sliding"),
-    (
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-        "sliding_window=16 and max_window_layers=1",
-    ),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, r"'sliding_attention'\] is not of"),
+    ({"layer_types": 5}, "layer_types=5 must be full_attention or sliding_attention for each of 2"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
     ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
     ({"rope_theta": 1.0}, "rope_theta=1.0 must be above 1"),
     ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type='dynamic' is not supp"),
-    ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported; jspec has default, li"),
+    ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type='proportional' is not supported"),
+    ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported; jspec has default, dy"),
+    ({"rope_scaling": {"factor": 2.0}}, "factor=2.0 has no rope_type; add the one that the model"),
+    ({"rope_scaling": {"type": "linear", "factor": 2, "attn_factor": 2}}, "attn_factor=2 is not s"),
+    ({"rope_scaling": {**YARN, "attn_factor": 2, "attention_factor": 1}}, "keep the one that the"),
     ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
     ({"rope_scaling": {**YARN, "factor": 9e299}}, "factor=9e.299 must be a finite number from 1"),
     ({"rope_scaling": {**YARN, "factor": 1e9}}, "a rope of factor=1e.09 over"),

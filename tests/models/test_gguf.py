@@ -107,9 +107,19 @@ def test_a_rotary_factor_alone_is_linear(tmp_path):
     assert rope.scaling == RopeScaling("linear", 4.0)
 
 
+def test_the_attention_factor_of_yarn(tmp_path):
+    """llama.cpp multiplies YaRN's own by both."""
+    plain = loaded(tmp_path, "qwen2_yarn").config.ropes[0]
+    fields = {"rope.scaling.attn_factor": 0.5, "rope.scaling.yarn_attn_factor": 1.5}
+    tuned = loaded(tmp_path, "qwen2_yarn", **fields).config.ropes[0]
+    before, after = (rope_frequencies(16, r.theta, r.scaling)[1] for r in (plain, tuned))
+    assert after == pytest.approx(0.75 * before)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
+        ("qwen3", {"rope.scaling.attn_factor": 0.5}, "attn_factor=0.5 is not supported with"),
         ("qwen3", {"rope.dimension_count": 8}, "rope.dimension_count=8 must be that of keys, 16"),
         ("qwen3", {"attention.causal": False}, r"fields \['attention.causal'\] are unknown"),
         ("qwen3", {"context_length": None}, "context_length is missing"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from jspec.config import ModelConfig
 from jspec.models.errors import CheckpointError, quoted
-from jspec.models.families.shared.family import Family
+from jspec.models.families.shared.family import Family, refuse_unknown
 from jspec.models.files import Fields
 
 FAMILIES = tuple(file.name for file in pkgutil.iter_modules(__path__) if not file.ispkg)
@@ -28,15 +28,18 @@ def model_config(values: Mapping[str, Any], *, source: str = "config.json") -> M
     """The settings of ``values``, the object in a config.json; ``source`` names it in errors.
 
     Defaults are those of transformers, save for sizes, which must be there. Raises
-    `CheckpointError` for what is missing, of a wrong type, or asks for what jspec does not have.
+    `CheckpointError` for what is missing, of a wrong type, asks for what jspec does not have, or is
+    unknown and may change a token.
     """
     fields = Fields(values, source)
     name = fields.text("model_type")
     if name not in FAMILIES:
         raise fields.error(f"model_type={quoted(name)} is unknown; jspec has {', '.join(FAMILIES)}")
     try:
-        return dataclasses.replace(family(name).read(fields), family=name)
+        config = dataclasses.replace(family(name).read(fields), family=name)
     except CheckpointError:
         raise
     except ValueError as error:
         raise fields.error(str(error)) from None
+    refuse_unknown(fields)
+    return config

@@ -35,12 +35,12 @@ def read(fields: Fields) -> ModelConfig:
     text = fields.object("text_config")
     if not text.values:
         raise fields.error("text_config is missing; it has the settings of the language model")
-    config = gemma3_text.read(Fields({**_SIZES, **text.values}, text.source))
-    for key in _OF_IMAGES:
-        fields.get(key)
+    text = Fields({**_SIZES, **text.values}, text.source)
+    config = gemma3_text.read(text)
+    refuse_unknown(text)
+    fields.ignore(*_OF_IMAGES)
     tied = fields.boolean("tie_word_embeddings", config.tie_embeddings)
     stops = fields.tokens("eos_token_id", config.vocab_size) or config.stop_tokens
-    refuse_unknown(fields)
     return dataclasses.replace(config, tie_embeddings=tied, stop_tokens=stops)
 
 

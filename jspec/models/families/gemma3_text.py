@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from jspec.config import ModelConfig, Rope
 from jspec.models.errors import quoted
 from jspec.models.families.qwen3 import NORMS
 from jspec.models.families.shared.family import Family
 from jspec.models.families.shared.gemma_layers import MODULES as GEMMA
 from jspec.models.families.shared.gemma_layers import read_gemma
+from jspec.models.families.shared.layers import sliding_layers
 from jspec.models.families.shared.rope_fields import read_rope, rope_of
 from jspec.models.files import Fields
 
@@ -17,13 +20,17 @@ _THETA, _LOCAL_THETA = 1e6, 1e4
 def read(fields: Fields) -> ModelConfig:
     every = fields.integer("sliding_window_pattern", 6)
     every = fields.integer("_sliding_window_pattern", every)
-    return read_gemma(
+    windows = sliding_layers(fields, lambda layer: (layer + 1) % every > 0)
+    config = read_gemma(
         fields,
-        every=every,
+        windows=windows,
         ropes=_ropes(fields),
-        window_rope=1,
+        layer_ropes=tuple(map(int, windows)),
         qk_norm=True,
     )
+    # The released files have the whole context here, and the factor that it was stretched by.
+    context = fields.integer("max_position_embeddings")
+    return dataclasses.replace(config, max_context=context)
 
 
 def _ropes(fields: Fields) -> tuple[Rope, Rope]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from jspec.config import ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.families.llama import MODULES
-from jspec.models.families.shared.family import Family, refuse_unknown
+from jspec.models.families.shared.family import Family
+from jspec.models.families.shared.layers import read_layers, sliding_layers
 from jspec.models.families.shared.rope_fields import read_rope
-from jspec.models.families.shared.window_layers import read_window_layers
 from jspec.models.files import Fields
 from jspec.parts import ClampedSwiGLU, Experts
 
 
 def read(fields: Fields) -> ModelConfig:
-    activation = fields.text("hidden_act", "silu")
-    if activation != "silu":
-        raise fields.error(f"hidden_act={quoted(activation)} is not supported; jspec has silu")
     bias = fields.boolean("attention_bias", True)
     chosen = fields.integer("num_experts_per_tok")
     _refuse_other(fields, "experts_per_token", chosen)
@@ -32,17 +28,15 @@ def read(fields: Fields) -> ModelConfig:
     rope = read_rope(fields)
     if rope.scaling is not None:
         _refuse_other(fields, "initial_context_length", rope.scaling.original_context)
-    config = read_window_layers(
+    return read_layers(
         fields,
-        every=2,
+        windows=sliding_layers(fields, lambda layer: layer % 2 == 0),
         ropes=(rope,),
         qkv_bias=bias,
         out_bias=bias,
         sinks=True,
         experts=experts,
     )
-    refuse_unknown(fields)
-    return config
 
 
 def _refuse_other(fields: Fields, key: str, expected: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jspec.config import ModelConfig
-from jspec.models.families.shared.equal_layers import read_equal_layers
 from jspec.models.families.shared.family import Family
+from jspec.models.families.shared.layers import read_layers
 from jspec.models.files import Fields
 
 MODULES = {
@@ -25,7 +25,7 @@ MODULES = {
 
 def read(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
-    return read_equal_layers(
+    return read_layers(
         fields,
         qkv_bias=bias,
         out_bias=bias,

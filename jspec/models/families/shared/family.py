@@ -10,25 +10,65 @@ from jspec.config import ModelConfig
 from jspec.models.errors import quoted
 from jspec.models.files import Fields
 
-# What a config.json says of training, of its own making and of code that jspec does not run.
+# No value of these changes a token: what made the file, training, how transformers runs a model or
+# generates with it, and what other functions read.
 _WITHOUT_EFFECT = frozenset(
-    "model_type architectures auto_map dtype torch_dtype transformers_version use_cache "
-    "cache_implementation initializer_range attention_dropout bos_token_id pad_token_id "
-    "output_router_logits router_aux_loss_coef output_attentions output_hidden_states return_dict "
-    "chunk_size_feed_forward is_encoder_decoder id2label label2id problem_type "
-    "quantization_config".split()
+    # the file and the classes that read it
+    "model_type architectures auto_map transformers_version torch_dtype dtype _name_or_path "
+    "_commit_hash _attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+    "_experts_implementation attn_implementation use_flash_attn use_cache cache_implementation "
+    "tokenizer_class task_specific_params finetuning_task id2label label2id problem_type "
+    "num_labels torchscript use_bfloat16 tf_legacy_loss is_llama_config transformers.js_config "
+    "quantization_config "
+    # training
+    "initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop residual_dropout "
+    "output_router_logits router_aux_loss_coef aux_loss_alpha seq_aux router_jitter_noise "
+    "input_jitter_noise use_cut_cross_entropy ep_size pretraining_tp "
+    # outputs and generation
+    "output_attentions output_hidden_states output_scores return_dict return_dict_in_generate "
+    "chunk_size_feed_forward bos_token_id pad_token_id sep_token_id decoder_start_token_id prefix "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
+    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values "
+    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens forced_bos_token_id "
+    "forced_eos_token_id max_sequence_length".split()
 )
+_PREFIXES_WITHOUT_EFFECT = ("unsloth_",)
+# Fields of other architectures, at the value that leaves them off.
+_OFF = {
+    "add_cross_attention": False,
+    "attention_bias": False,
+    "cross_attention_hidden_size": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
 _EXPERT = re.compile(r"mlp\.experts\.[0-9]+\.")
 
 
 def refuse_unknown(fields: Fields) -> None:
-    """Raise `CheckpointError` for what nobody asked of ``fields`` that may change a token."""
+    """Raise `CheckpointError` for a field that nobody has read and that may change a token.
+
+    Null is as good as absent.
+    """
+    unread = {k: v for k, v in fields.values.items() if k not in fields.read and v is not None}
     unknown = sorted(
-        key for key in fields.values if key not in fields.read | _WITHOUT_EFFECT and key[:1] != "_"
+        key
+        for key, value in unread.items()
+        if key not in _WITHOUT_EFFECT
+        and not key.startswith(_PREFIXES_WITHOUT_EFFECT)
+        and not (key in _OFF and value == _OFF[key])
     )
     if unknown:
+        first = unknown[0]
         raise fields.error(
-            f"fields {quoted(unknown)} are unknown to jspec; remove them if they change nothing"
+            f"fields {quoted(unknown)} are unknown to jspec, the first with the value "
+            f"{quoted(fields.values[first])}; check model_type, and remove what changes nothing"
         )
 
 

@@ -6,13 +6,10 @@ import math
 from typing import Any
 
 from jspec.config import ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.families.llama import MODULES as LLAMA
-from jspec.models.families.shared.family import refuse_unknown
-from jspec.models.families.shared.window_layers import read_window_layers
+from jspec.models.families.shared.layers import check_activation, read_layers
 from jspec.models.files import Fields
 
-_ACTIVATION = "gelu_pytorch_tanh"
 MODULES = {
     **LLAMA,
     "attention.post_norm": "post_attention_layernorm",
@@ -32,18 +29,13 @@ def read_gemma(
 
     ``softcap`` and ``logit_softcap`` are the defaults of a family.
     """
-    for key in ("hidden_activation", "hidden_act"):
-        activation = fields.text(key, _ACTIVATION)
-        if activation != _ACTIVATION:
-            raise fields.error(
-                f"{key}={quoted(activation)} is not supported; jspec has {_ACTIVATION}"
-            )
+    check_activation(fields, "hidden_activation", "gelu_tanh")
     if fields.boolean("use_bidirectional_attention", False):
         raise fields.error(
             "use_bidirectional_attention=true is not supported: jspec decodes causal models"
         )
     bias = fields.boolean("attention_bias", False)
-    config = read_window_layers(
+    return read_layers(
         fields,
         scale=float(fields.number("query_pre_attn_scalar", 256)) ** -0.5,
         softcap=_softcap(fields, "attn_logit_softcapping", softcap),
@@ -57,8 +49,6 @@ def read_gemma(
         logit_softcap=_softcap(fields, "final_logit_softcapping", logit_softcap),
         **special,
     )
-    refuse_unknown(fields)
-    return config
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 from jspec.config import LayerSpec, ModelConfig
 from jspec.models.errors import quoted
 from jspec.models.families.llama import MODULES as LLAMA
-from jspec.models.families.shared.equal_layers import layer_count, max_context, refuse_variants
+from jspec.models.families.shared.layers import check_activation, layer_count, max_context
 from jspec.models.families.shared.rope_fields import read_rope, read_score_factor
 from jspec.models.files import Fields
 from jspec.parts import Experts, Latent
@@ -36,12 +36,15 @@ MODULES = {
 
 def read_latent_layers(fields: Fields, experts: Experts) -> ModelConfig:
     """The fields that the families share; ``experts`` are as the family reads them."""
-    refuse_variants(fields)
+    check_activation(fields, "hidden_act", "silu")
+    # They follow from others, or are of the further token's layer or of groups that are not in use.
+    fields.ignore("head_dim", "qk_head_dim", "num_key_value_heads", "num_nextn_predict_layers")
+    fields.ignore("n_group", "topk_group")
     for key in ("attention_bias", "mlp_bias"):
         if fields.boolean(key, False):
             raise fields.error(f"{key}=true is not supported; DeepSeek's models have no such bias")
     for key, supported in (("moe_layer_freq", 1), ("rope_interleave", True)):
-        value = fields.values.get(key)
+        value = fields.get(key)
         if value is not None and value != supported:
             raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {supported}")
     latent = Latent(
@@ -70,7 +73,7 @@ def read_latent_layers(fields: Fields, experts: Experts) -> ModelConfig:
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         latent=latent,
         experts=experts,
-        max_context=max_context(fields, rope.scaling),
+        max_context=max_context(fields, rope),
         stop_tokens=fields.tokens("eos_token_id", vocab),
     )
 

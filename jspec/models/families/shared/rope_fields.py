@@ -9,9 +9,9 @@ from jspec.models.errors import CheckpointError, quoted
 from jspec.models.files import Fields
 
 _KEYS = frozenset(
-    "type rope_type rope_theta factor original_max_position_embeddings attention_factor beta_fast "
-    "beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor "
-    "partial_rotary_factor finetuned".split()
+    "type rope_type rope_theta factor original_max_position_embeddings attention_factor "
+    "attn_factor beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor "
+    "high_freq_factor partial_rotary_factor finetuned".split()
 )
 
 
@@ -46,7 +46,13 @@ def read_rope(fields: Fields, theta: float = 10000.0) -> Rope:
 
 def rope_of(fields: Fields, rope: Fields, theta: float) -> Rope:
     """The base, by default ``theta``, and the scaling that ``rope`` of a config.json says."""
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = rope.text("rope_type", rope.text("type", None))
+    if kind is None and rope.has("factor"):
+        raise rope.error(
+            f"factor={quoted(rope.values['factor'])} has no rope_type; add the one that the model "
+            f"was trained with, of {', '.join(_SCALINGS)}"
+        )
+    kind = "default" if kind is None else kind
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
         raise rope.error(f"rope_type={quoted(kind)} is not supported; jspec has {known}")
@@ -59,6 +65,9 @@ def rope_of(fields: Fields, rope: Fields, theta: float) -> Rope:
         if place.number("partial_rotary_factor", 1.0) != 1.0:
             value = quoted(place.values["partial_rotary_factor"])
             raise place.error(f"partial_rotary_factor={value} is not supported; jspec rotates all")
+    if kind != "yarn" and rope.number("attn_factor", 1.0) != 1:
+        value = quoted(rope.values["attn_factor"])
+        raise rope.error(f"attn_factor={value} is not supported with rope_type={quoted(kind)}")
     theta = float(rope.number("rope_theta", theta))
     if theta <= 1:
         raise fields.error(f"rope_theta={theta} must be above 1")
@@ -71,16 +80,17 @@ def rope_of(fields: Fields, rope: Fields, theta: float) -> Rope:
 
 
 def _default(fields: Fields, rope: Fields) -> None:
-    return None
+    """None, as ``dynamic`` is within max_position_embeddings, the limit on the tokens of a row."""
 
 
 def _linear(fields: Fields, rope: Fields) -> RopeScaling:
-    return RopeScaling("linear", float(rope.number("factor")))
+    original = _original_context(fields, rope, 0)
+    return RopeScaling("linear", float(rope.number("factor")), original_context=original)
 
 
-def _original_context(fields: Fields, rope: Fields) -> int:
+def _original_context(fields: Fields, rope: Fields, default: int | None = None) -> int:
     key = "original_max_position_embeddings"
-    whole = fields.integer("max_position_embeddings")
+    whole = fields.integer("max_position_embeddings") if default is None else default
     return fields.integer(key, rope.integer(key, whole))
 
 
@@ -106,20 +116,41 @@ def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if fast < slow:
         raise rope.error(f"beta_fast={quoted(fast)} must be at least beta_slow={quoted(slow)}")
-    attention = rope.number("attention_factor", None)
-    if attention is None and rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
-        scale, scale_all = rope.number("mscale"), rope.number("mscale_all_dim")
-        growth = 0.1 * math.log(max(factor, 1.0))
-        attention = (growth * scale + 1) / (growth * scale_all + 1)
     return RopeScaling(
         "yarn",
         factor,
         original_context=original,
         beta_fast=float(fast),
         beta_slow=float(slow),
-        attention_factor=None if attention is None else float(attention),
+        attention_factor=_attention_factor(rope, factor),
         truncate=rope.boolean("truncate", True),
     )
 
 
-_SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _attention_factor(rope: Fields, factor: float) -> float | None:
+    """YaRN's factor on cosine and sine; None is that of the paper.
+
+    The field attn_factor of the authors' code multiplies what mscale or the paper gives.
+    """
+    whole, times = rope.number("attention_factor", None), float(rope.number("attn_factor", 1.0))
+    if whole is not None:
+        if times != 1:
+            raise rope.error(
+                f"attention_factor={quoted(whole)} is in place of what attn_factor={times} "
+                "multiplies; keep the one that the model was trained with"
+            )
+        return float(whole)
+    growth = 0.1 * math.log(max(factor, 1.0))
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        scale, scale_all = rope.number("mscale"), rope.number("mscale_all_dim")
+        return times * (growth * scale + 1) / (growth * scale_all + 1)
+    return None if times == 1 else times * (growth + 1)
+
+
+_SCALINGS = {
+    "default": _default,
+    "dynamic": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
