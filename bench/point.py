@@ -114,6 +114,15 @@ def spread(row: Row, clock: str) -> Spread | None:
     return Spread(statistics.median(samples) / 1e3, tenths[0] / 1e3, tenths[-1] / 1e3)
 
 
+def by_case(rows: Sequence[Row], operation: str) -> list[list[Row]]:
+    """The rows of an operation that have times, those of a case together."""
+    cases: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.get("operation") == operation and best_clock(row) is not None:
+            cases.setdefault(tuple(row.get("case", {}).items()), []).append(row)
+    return list(cases.values())
+
+
 def best_clock(row: Row) -> Spread | None:
     """The spread of the device clock, else of the wall clock, else of the step clock."""
     return spread(row, "device") or spread(row, "wall") or spread(row, "step")

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench import workload
 from jspec.config import LayerSpec
-from jspec.policies import Dense, ExactTopK, Hata, Loki, MagicPIG, Policy, Quest, Streaming
+from jspec.policies import Dense, ExactTopK, Hata, HataOff, Loki, MagicPIG, Policy, Quest, Streaming
 
 SAMPLE = 256  # tokens of the sample that Loki and MagicPIG are prepared with
 SINKS = 16  # of streaming
@@ -30,6 +30,7 @@ def policies(
     return {
         "dense": Dense(),
         "hata": Hata(**scored, bits=bits),
+        "hata_off": HataOff(**scored, bits=bits),
         "quest_16": Quest(**scored, page=16),
         "quest_32": Quest(**scored, page=32),
         "loki": Loki(**scored, channels=channels),

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jspec
-from bench import cases
+from bench import cases, ceilings
 from bench.cases import Case
-from bench.decode.shapes import measured_ceilings
 from bench.drafters import PLAIN, SAMPLING, Drafting, drafts
 from bench.point import Row, row
 from bench.policies import scored_bytes
@@ -144,7 +143,7 @@ def drafted(
     names = [*first, *(name for name in texts_of if name not in first)]
     names = [name for name in names if name == PLAIN or settings.wants(name)]
     prompts = texts(tokenizer, range(case["skip"], case["skip"] + case["texts"]), case["S"])
-    limits, reference = measured_ceilings(), None
+    limits, reference = ceilings.measured(), None
     try:
         cell = Cell(
             *(model, tokenizer, prompts, case["B"]),

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
-from bench import ceilings, regret
+from bench import ceilings
 from bench.cases import kilo
 from bench.point import Row, best_clock, spread
 from bench.settings import console
@@ -40,9 +40,6 @@ def show(result: dict[str, Any]) -> None:
             table = _table(result, of_operation, notes, percentiles=False)
         screen.print(_title(result, of_operation), markup=False, style="italic")
         screen.print(table)
-        speed = regret.of_choice(rows, operation)
-        if speed is not None:
-            screen.print(f"{operation}: implementation=None against the fastest backend: {speed}")
     if any(map(best_clock, rows)):
         screen.print(FOOT, markup=False)
     if any(row.get("chosen") for row in rows):

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import blocks, regret
-from bench.point import best_clock, spread
+from bench import blocks
+from bench.point import best_clock, by_case, spread
 from bench.settings import console
 from bench.suite import OperationBenchmark
 from jspec import tuned
@@ -110,8 +110,8 @@ def _better(
     """Rules fitted to the points, or those of ``before`` where they cost less."""
     rules, screen = fit(points, operation), console()
     screen.print(f"{operation.name}, implementation=None against the fastest backend:")
-    screen.print(f"  before: {_regret(points, before)}, {len(before)} rules")
-    screen.print(f"  fitted: {_regret(points, rules)}, {len(rules)} rules")
+    screen.print(f"  before: {_speed(points, before)}, {len(before)} rules")
+    screen.print(f"  fitted: {_speed(points, rules)}, {len(rules)} rules")
     if sum(_costs(points, rules)) <= sum(_costs(points, before)):
         return rules
     screen.print("  the existing order costs less, and is kept")
@@ -122,7 +122,7 @@ def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Poin
     """The points at which backends of an operation ran, without the backend `exact`."""
     names, points = set(operation.backends) - {"exact"}, []
     of_backends = [row for row in rows if row["name"] in names]
-    for _, rows_of_point in regret.points(of_backends, operation.name):
+    for rows_of_point in by_case(of_backends, operation.name):
         medians = _medians(rows_of_point)
         if medians:
             least = min(medians.values())
@@ -194,7 +194,7 @@ def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:
     return [point.cost(table.order("", point.sizes) or ()) for point in points]
 
 
-def _regret(points: Sequence[Point], rules: Sequence[Rule]) -> str:
+def _speed(points: Sequence[Point], rules: Sequence[Rule]) -> str:
     """The speed of these rules' orders relative to the fastest backend."""
     speeds = [1 / cost for cost in _costs(points, rules)]
     return f"mean {statistics.mean(speeds):.4f}x, worst {min(speeds):.2f}x, {len(speeds)} points"

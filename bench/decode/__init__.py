@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from bench import profiles
+from bench import ceilings, profiles
 from bench.cases import Case
 from bench.decode import floors
 from bench.decode.catalogue import MODELS
 from bench.decode.check import first_selecting
 from bench.decode.iterations import Iteration
-from bench.decode.shapes import drawn, measured_ceilings
+from bench.decode.shapes import drawn
 from bench.decode.states import NoisyPadding
 from bench.drafters import ALL
 from bench.point import Row, row, spread
@@ -72,7 +72,7 @@ class Iterations(Benchmark):
 
     def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
         keep_programs()
-        model, ceilings = drawn(case["model"], case["layers"]), measured_ceilings()
+        model, limits = drawn(case["model"], case["layers"]), ceilings.measured()
         steps = CPU_STEPS if jax.default_backend() == "cpu" else STEPS
         copies, plain = {}, None  # quantised copies by kind; tokens a second
         names = [x for x in self.every if x in (settings.only or self.usual)]
@@ -88,7 +88,7 @@ class Iterations(Benchmark):
             arrays = arrays_of(policy, model.config.layers)
             models = config.draft.prepare(Models(model, copies.get(kind), arrays))
             copies[kind] = models.draft
-            iteration = Iteration(self.operation, case, name, models, config, steps, ceilings)
+            iteration = Iteration(self.operation, case, name, models, config, steps, limits)
             for measured in iteration.measure(settings):
                 result = with_rate(measured, config)
                 if name in (PLAIN, "dense"):

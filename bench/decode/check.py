@@ -122,7 +122,8 @@ class Check:
 
     def _cut(self, state: DecodeState, drafter_state: Any) -> DecodeState:
         """The state of the compared layers, in sampled mode: drafts then return their logits."""
-        cache = layers_of(state.cache, self.layers)
+        storage = self._config.cache_policy.storage
+        cache = dataclasses.replace(layers_of(state.cache, self.layers), storage=storage)
         return dataclasses.replace(state, cache=cache, draft=drafter_state, mode="sampled")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from bench.ceilings import Ceilings
 from bench.decode.shapes import (
-    Ceilings,
     product_flops,
     read_cache_bytes,
     read_weight_bytes,

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from bench import point
 from bench.cases import Case
+from bench.ceilings import Ceilings
 from bench.decode import floors, kernels
 from bench.decode.check import Check
 from bench.decode.running import CHUNKS, Loop, compiled, memory_of, too_large
-from bench.decode.shapes import Ceilings
 from bench.decode.states import Blueprint
 from bench.program import failure
 from bench.settings import Settings
@@ -78,7 +78,11 @@ class Iteration:
         programs = compiled({"chunk": lower, **checks})
         program, memory = programs["chunk"], memory_of(programs["chunk"])
         copies = {id(x): x.nbytes for x in jax.tree.leaves(self.models)}
-        memory |= {"weight_bytes": sum(copies.values()), "cache_bytes": shapes.cache.nbytes}
+        in_host = sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes.cache) if x.sharding
+        )
+        memory |= {"weight_bytes": sum(copies.values()), "host_bytes": in_host}
+        memory["cache_bytes"] = shapes.cache.nbytes - in_host
         if reason := too_large(memory["weight_bytes"] + memory["cache_bytes"], memory):
             yield self._row(None, reason=reason, memory=memory)
             return

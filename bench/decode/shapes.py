@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from bench.decode.catalogue import IN_MXFP4, MODELS
-from bench.machine import matrix_ceiling, read_ceiling
 from bench.policies import scored_bytes
 from jspec.config import ModelConfig
 from jspec.models.decoder import Decoder
@@ -33,31 +32,6 @@ EXPERT_SCALE = 0.06
 ROUTER_SCALE = 2.0
 # Standard deviation of the E2M1 numbers 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 E2M1_DEVIATION = math.sqrt(68.5 / 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """Ceilings of a device: bytes ``read`` and ``matrix`` operations a second, None if unknown."""
-
-    read: float
-    matrix: float | None
-
-    def floor_ns(self, weights: int, cached: int, flops: int) -> float:
-        """The least time of a step that reads so many bytes of weights and of the cache.
-
-        ``flops``: of its matmuls with the weights, which overlap with reading them.
-        """
-        matmuls = weights / self.read
-        if self.matrix is not None:
-            matmuls = max(matmuls, flops / self.matrix)
-        return (matmuls + cached / self.read) * 1e9
-
-
-@cache
-def measured_ceilings() -> Ceilings:
-    """The ceilings of this machine; those of a CPU without the one of matmuls."""
-    cpu = jax.default_backend() == "cpu"
-    return Ceilings(read_ceiling(), None if cpu else matrix_ceiling())
 
 
 _DRAWN: dict[tuple[str, int], Decoder] = {}

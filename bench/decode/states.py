@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.decode.shapes import noise, random_bits
+from jspec import host
+from jspec.cache import Cache
 from jspec.cache.layout import layouts_of
+from jspec.cache.storage import TOKEN_COLUMNS
 from jspec.config import SamplingParams
 from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.prefill import rounded_capacity, start_decoding
@@ -85,7 +90,9 @@ class Blueprint:
             tokens = jnp.zeros((batch, capacity), jnp.int32)
             return dataclasses.replace(state, cache=cache, tokens=tokens)
 
-        return cls(small, jax.eval_shape(whole, small), context)
+        shapes = jax.eval_shape(whole, small)
+        cache = map_host_columns(shapes.cache, host_shape)
+        return cls(small, dataclasses.replace(shapes, cache=cache), context)
 
     def filled(self, vocabulary: int) -> DecodeState:
         """A state with random tokens, keys, values and columns of the policy."""
@@ -103,9 +110,10 @@ class Blueprint:
             drawn, (self.shapes.cache.columns, self.shapes.cache.pages)
         )
         tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, capacity), np.int32)
+        cache = dataclasses.replace(self.shapes.cache, columns=columns, pages=pages)
         state = dataclasses.replace(
             self.small,
-            cache=dataclasses.replace(self.shapes.cache, columns=columns, pages=pages),
+            cache=map_host_columns(cache, lambda x: host.place_in_host(x, None)),
             tokens=jnp.asarray(tokens),
             limits=jnp.full((batch,), capacity, jnp.int32),
         )
@@ -116,3 +124,20 @@ class Blueprint:
         # Made on the host: a copy to the device launches no kernel.
         lengths = jnp.asarray(np.full(state.tokens.shape[0], self.context, np.int32))
         return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))
+
+
+def map_host_columns(cache: Cache, change: Callable[[Any], Any]) -> Cache:
+    """The cache with its keys and values in host memory replaced by ``change`` of each."""
+    layers = () if cache.storage is None else cache.storage.layers(cache.specs)
+    columns = tuple(
+        {k: change(x) if layer in layers and k in TOKEN_COLUMNS else x for k, x in column.items()}
+        for layer, column in enumerate(cache.columns)
+    )
+    return dataclasses.replace(cache, columns=columns)
+
+
+def host_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of an array in host memory; only a sharding by a mesh says so in traced code."""
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("device",))
+    place = NamedSharding(mesh, PartitionSpec(), memory_kind=host.KIND)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)

@@ -1,15 +1,13 @@
-"""Top-k attention by hash codes: its operations, a layer of each policy, a cache in host memory."""
+"""Top-k attention by hash codes: a layer of each policy, and the operations on codes."""
 
 from __future__ import annotations
 
-from bench.hata import codes, layer, off
+from bench.hata import codes, layer
 from bench.suite import suite_of
 
 SUITE = suite_of(
     "hata",
-    "a layer's attention by every policy against the fastest dense attention, hash codes, and a "
-    "step with the cache in host memory",
+    "a layer's attention by every policy against the fastest dense attention, and hash codes",
     layer.BENCHMARK,
     *codes.BENCHMARKS,
-    off.BENCHMARK,
 )

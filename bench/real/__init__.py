@@ -19,8 +19,9 @@ from typing import Any
 import jax
 
 import jspec
-from bench import cases
-from bench.decode.shapes import Ceilings, measured_ceilings, weight_bytes
+from bench import cases, ceilings
+from bench.ceilings import Ceilings
+from bench.decode.shapes import weight_bytes
 from bench.drafters import ALL, PLAIN, SAMPLING, Drafting, drafter_names
 from bench.machine import describe
 from bench.program import failure
@@ -96,7 +97,7 @@ def run(settings: Settings) -> dict[str, Any]:
         model = jspec.load_model(settings.model)
     except jspec.CheckpointError as error:
         raise Refused(str(error)) from None
-    limits = measured_ceilings()
+    limits = ceilings.measured()
     return {
         "model": {
             "name": name,

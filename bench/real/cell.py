@@ -7,6 +7,8 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,8 @@ import numpy as np
 
 import jspec
 from bench import point
-from bench.at_once import Task, as_completed
+from bench.ceilings import Ceilings
 from bench.decode import floors, kernels
-from bench.decode.shapes import Ceilings
 from bench.drafters import PLAIN, Drafting, params_of
 from bench.real import check
 from bench.real.answers import repeats
@@ -112,25 +113,22 @@ class Cell:
         A program that fails to compile fails again, with its reason, where it is measured.
         """
 
-        def task(drafting: Drafting, sampling: str) -> Task:
+        def task(drafting: Drafting, sampling: str) -> Callable[[], Any]:
             models, config = self._models(drafting), drafting.config
-            shapes = self._shapes(models, config, sampling)
+            arguments = FlatModels.of(models), self._shapes(models, config, sampling)
             static = {"config": config, "steps": usual_steps(config.draft, config.gamma)}
+            return partial(PROGRAMS.timed().executable, decode_chunk, arguments, static)
 
-            def run() -> None:
+        pool, futures = ThreadPoolExecutor(WORKERS), []
+        try:
+            for pair in programs:
                 with contextlib.suppress(Exception):
-                    arguments = FlatModels.of(models), shapes
-                    PROGRAMS.timed().executable(decode_chunk, arguments, static)
-
-            return Task(f"{drafting.name}, {sampling}", run)
-
-        tasks = []
-        for pair in programs:
-            with contextlib.suppress(Exception):
-                tasks.append(task(*pair))
-        with bar("compile", len(tasks)) as advance:
-            for _ in as_completed("compile", tasks, WORKERS):
-                advance()
+                    futures.append(pool.submit(task(*pair)))
+            with bar("compile", len(futures)) as advance:
+                for _ in as_completed(futures):
+                    advance()
+        finally:  # Ctrl-C does not wait for the compiler
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def row(self, drafting: Drafting, sampling: str, new: int) -> Row:
         """The figures of one drafter with one sampling and length of answers, checked.

@@ -55,6 +55,14 @@ def host_steps(rows: Sequence[Row]) -> Iterator[tuple[Row, float, float | None]]
             yield row, step, of_dense[0] if of_dense else None
 
 
+def cache_bytes_of(row: Row) -> tuple[int, int]:
+    """Bytes of the cache on the device and in host memory."""
+    memory = row.get("memory", {})
+    return memory.get("cache_bytes", row.get("device_bytes")), memory.get(
+        "host_bytes", row.get("host_bytes")
+    )
+
+
 def context_of(row: Row) -> int:
     """Tokens of context of a row of `hata_off`; results until 2026-11 call them ``context``."""
     return row["case"].get("S") or row["case"]["context"]

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench import ceilings, regret
-from bench.point import Row
+from bench import ceilings
+from bench.point import Row, by_case
 from bench.report.glance import RIVALS
 from bench.report.runs import Run
 from bench.report.text import case_words, is_slower, merged, microseconds, ratio, table
@@ -20,7 +20,7 @@ Point = tuple[dict[str, Any], list[Row]]
 
 def is_rival(row: Row) -> bool:
     """Whether a row is of another library, or of two operations in place of a fused one."""
-    return row["name"] in RIVALS or regret.is_pipeline(row)
+    return row["name"] in RIVALS or "+" in row["name"]
 
 
 def is_backend(row: Row) -> bool:
@@ -64,8 +64,8 @@ class Cases:
 
     def points(self, run: Run) -> list[Point]:
         """The cases of a run in which `implementation=None` has a time."""
-        every = regret.points(run.result["rows"], self.operation)
-        return [x for x in every if any(row.get("chosen") for row in x[1])]
+        every = by_case(run.result["rows"], self.operation)
+        return [(x[0]["case"], x) for x in every if any(row.get("chosen") for row in x)]
 
     def _cells(self, run: Run, rows: Sequence[Row]) -> tuple[str, ...]:
         chosen = _chosen(rows)

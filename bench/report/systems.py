@@ -61,8 +61,8 @@ def in_host_memory(runs: Sequence[Run]) -> str:
                 *(run.card, row["case"]["model"], kilo(layers.context_of(row))),
                 *(f"{step:.2f}", "" if dense is None else ratio(dense / step)),
                 f"{row['moved']:.0%}" if "moved" in row else "",
-                f"{statistics.median(row['bus_ns']) / 1e6:.2f}",
-                *(f"{row[key] / 1e9:.2f}" for key in ("device_bytes", "host_bytes")),
+                f"{statistics.median(row['bus_ns']) / 1e6:.2f}" if "bus_ns" in row else "",
+                *(f"{size / 1e9:.2f}" for size in layers.cache_bytes_of(row)),
             )
             rows.append(cells)
     headings = ("card", "model", "context", "step ms", "speed over dense", "moved", "bus ms")

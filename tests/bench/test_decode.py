@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from bench import point, profiles
+from bench.ceilings import Ceilings
 from bench.decode import (
     DRAFT,
     PASS,
@@ -52,7 +53,7 @@ TINY = ModelConfig(
 ONE = dataclasses.replace(TINY, layers=SPECS[:1])
 MIXTURE = dataclasses.replace(TINY, experts=Experts(routed=8, chosen=2, size=16), sinks=True)
 WINDOWS = dataclasses.replace(TINY, layers=SPECS[::-1], post_norms=True, centered_norms=True)
-CEILINGS = shapes.Ceilings(1e9, None)  # a byte a nanosecond
+CEILINGS = Ceilings(1e9, None)  # a byte a nanosecond
 LAUNCHED = [("attention_kernel", 1000), ("gemm_fusion_dot_1", 600), ("loop_add_fusion", 400)]
 
 
@@ -79,7 +80,7 @@ def tiny(monkeypatch):
     monkeypatch.setitem(catalogue.MODELS, "tiny", TINY)
     monkeypatch.setattr(shapes, "_DRAWN", {})
     monkeypatch.setattr(point, "DEVICE", Device())
-    monkeypatch.setattr("bench.decode.measured_ceilings", lambda: CEILINGS)
+    monkeypatch.setattr("bench.ceilings.measured", lambda: CEILINGS)
 
 
 def rows(benchmark, text: str, *names: str, **settings) -> dict[str, dict]:
@@ -145,11 +146,18 @@ def test_a_step_that_reads_a_selection_is_checked_in_the_first_layer_that_select
     tiny, monkeypatch
 ):
     monkeypatch.setitem(catalogue.MODELS, "tiny", dataclasses.replace(TINY, layers=SPECS[:1] * 3))
-    measured = rows(READ, "B=1,S=300", "dense", "quest_32")
-    assert {name: row["checked"] for name, row in measured.items()} == {
-        "dense": "2 layers",
-        "quest_32": "1 layer",
-    }
+    measured = rows(READ, "B=1,S=300", "dense", "hata", "hata_off", "quest_32")
+    of_layers = {name: row["checked"] for name, row in measured.items()}
+    assert of_layers.pop("dense") == "2 layers"
+    assert set(of_layers.values()) == {"1 layer"}
+    # Of three layers one selects: its keys and values are all that is in host memory.
+    cached = {name: row["memory"] for name, row in measured.items()}
+    assert cached["hata"]["host_bytes"] == 0
+    assert cached["hata_off"]["host_bytes"] == 512 * 2 * 2 * 16 * 2
+    assert (
+        sum(cached["hata_off"][x] for x in ("host_bytes", "cache_bytes"))
+        == (cached["hata"]["cache_bytes"])
+    )
     # Keys and values of 300 tokens, or of 128 and the new one, with two vectors a page of 32; in
     # one layer of three.
     less = (300 - 129) * 2 * 2 * 16 * 2 - 300 * 2 * 2
@@ -165,10 +173,10 @@ def test_mixtures_and_windows_are_checked_and_timed(config, tiny, monkeypatch):
 
 
 def test_many_rows_are_compared_with_the_matrix_ceiling():
-    ceilings = shapes.Ceilings(read=10.0, matrix=100.0)
+    ceilings = Ceilings(read=10.0, matrix=100.0)
     assert ceilings.floor_ns(weights=50, cached=20, flops=400) == pytest.approx(7e9)
     assert ceilings.floor_ns(weights=50, cached=20, flops=900) == pytest.approx(11e9)
-    assert shapes.Ceilings(10.0, None).floor_ns(50, 20, 900) == pytest.approx(7e9)
+    assert Ceilings(10.0, None).floor_ns(50, 20, 900) == pytest.approx(7e9)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from scipy import stats
 
 import jspec
 from bench.__main__ import main
-from bench.decode.shapes import Ceilings
+from bench.ceilings import Ceilings
 from bench.drafters import ALL, PLAIN, SAMPLING, Drafting, params_of
 from bench.real import case, check, figures, grid, texts
 from bench.real.answers import per_step, repeats

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench import regret, report
+from bench import report
 from bench.__main__ import SUITES
 from bench.decode.kernels import PARTS
 from bench.report import figures
@@ -345,10 +345,3 @@ def test_no_speed_below_one_is_shown_without_being_called_slower():
     speeds = re.findall(r"(?<![\d.])0\.\d+x([^|;]*)", text)
     assert speeds
     assert all("slower" in rest for rest in speeds)
-
-
-def test_regret_is_over_points_that_have_both():
-    speed = regret.of_choice(list(fused_rows()), "verify_and_pack")
-    assert speed is not None
-    assert (speed.points, speed.worst) == (16, 1)
-    assert regret.of_choice([], "pack") is None
