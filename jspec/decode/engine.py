@@ -12,21 +12,23 @@ import numpy as np
 
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, as_ids, check_request
-from jspec.decode.chunked_prefill import ChunkedPrefill
 from jspec.decode.on_mesh import agreed_params
 from jspec.decode.options import DecodeOptions, ResolvedOptions
-from jspec.decode.prefill import default_chunk, rounded_capacity
+from jspec.decode.prefill import rounded_capacity
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import OnTokens, Request
 from jspec.decode.rows import stops_of
 from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.scheduler import Scheduler
-from jspec.decode.short_prompts import ShortPrompts
+from jspec.decode.slot_prefill import SlotPrefill
+from jspec.decode.state import Models
 from jspec.decode.stats import Stats
-from jspec.sharding import put
+from jspec.sharding import bytes_on_device, put
 from jspec.typing import Model
 
-CHUNK = 512  # tokens of a prompt at most between two chunks of steps
+# Bytes of weights up to which a pass of 2048 tokens takes a GPU about as long as its host needs to
+# launch one.
+LIGHT = 2**28
 
 
 class Engine:
@@ -39,10 +41,9 @@ class Engine:
     short the next one runs while one is read.
 
     The caller drives: nothing runs outside `step`, `run`, and reading a request. An engine is for
-    one thread. It has ``slots + 1`` rows of cache, one of them for the prompt that is being
-    prefilled, and more for shared prefixes and on a mesh (docs/scheduling.md). An exception in
-    `step` that is not a callback's, Ctrl-C included, ends the engine: every request keeps its
-    tokens.
+    one thread. It has ``slots + 1`` rows of cache, one of them for a long prompt that is being
+    prefilled, and one for each shared prefix (docs/scheduling.md). An exception in `step` that is
+    not a callback's, Ctrl-C included, ends the engine: every request keeps its tokens.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits are the
     same, except a sampled one with ``gamma="auto"``. Where several processes share the model's
@@ -53,7 +54,8 @@ class Engine:
         slots: Requests that decode at the same time.
         capacity: Most positions of a request, prompt and new tokens.
         stop_tokens: Most stop tokens of a request, the model's included.
-        prefill_chunk: Prompt tokens per free slot and step; None is 512, or 256 on a CPU.
+        prefill_chunk: Prompt tokens per free slot and step; None is 512, 2048 for a model of up to
+            256 MiB, and 256 on a CPU.
         on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
             it. After `warm_up` none compiles, whatever requests and prefixes come.
         **options: The drafter, gamma and other options of decoding: `DecodeOptions`.
@@ -75,12 +77,11 @@ class Engine:
         on_compile: OnCompile | None = None,
         **options: Unpack[DecodeOptions],
     ) -> None:
-        if prefill_chunk is None:
-            prefill_chunk = min(CHUNK, default_chunk(1))
         slots, capacity = _size("slots", slots), _size("capacity", capacity)
         stop_tokens = _size("stop_tokens", stop_tokens)
-        prefill_chunk = _size("prefill_chunk", prefill_chunk)
         resolved = ResolvedOptions.of(model, options)
+        usual = usual_chunk(resolved.models)
+        chunk = _size("prefill_chunk", usual if prefill_chunk is None else prefill_chunk)
         self.slots, self.capacity = slots, capacity
         self._ends = tuple(resolved.models.target.config.stop_tokens)
         if len(self._ends) > stop_tokens:
@@ -95,15 +96,12 @@ class Engine:
         self._is_at_work, self._is_closed = False, False
         with self._memory():
             room, programs = rounded_capacity(capacity), self._runner.chunks.programs
-            short = ShortPrompts(resolved, slots, room, prefill_chunk, programs)
-            overtaken = "after prefixes" if short.sizes else "all" if slots > 1 else "none"
-            piece = short.tokens if short.has_large_passes else prefill_chunk
-            prefill = ChunkedPrefill(resolved, room, piece, programs, overtaken=overtaken)
-            state = prefill.started([np.zeros(1, np.int32)] * slots)
+            prefill = SlotPrefill(resolved, slots, room, chunk, programs)
+            state = prefill.started(slots)
             stops = np.full((slots, stop_tokens), -1, np.int32)
             stops = put(stops, state.stop_tokens.sharding)
             self._runner.state = dataclasses.replace(state, stop_tokens=stops)
-            self._scheduler = Scheduler(self._runner, prefill, short, prefill_chunk)
+            self._scheduler = Scheduler(self._runner, prefill)
 
     def submit(
         self,
@@ -178,12 +176,13 @@ class Engine:
             with self._device_work():
                 self._runner.settle()
                 with self._runner.chunks.clock("prefill_s"):
-                    self._scheduler.prefill.advance_prefix(row)
+                    self._scheduler.prefill.advance(row)
+                    jax.block_until_ready((row.cache, row.drafter_state))
             if not row.left:
                 break
             ended += self.step()
         with self._device_work():
-            self._scheduler.prefill.keep(row)
+            self._scheduler.prefill.share(row)
         self._prefix_tokens += len(ids)
         return ended
 
@@ -217,9 +216,9 @@ class Engine:
         (docs/scheduling.md).
         """
         with self._device_work():
-            if self._scheduler.can_take_up:
+            if self._scheduler.can_prefill:
                 with self._runner.chunks.clock_of_prompts():
-                    self._runner.chunks.follow(self._scheduler.take_up())
+                    self._runner.chunks.follow(self._scheduler.prefill_prompts())
             return self._runner.decode(waiting=self._scheduler.busy)
 
     def warm_up(self) -> None:
@@ -229,7 +228,7 @@ class Engine:
         with self._device_work():
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
-                self._scheduler.warm()
+                self._runner.state = self._scheduler.prefill.warmed(self._runner.state)
                 self._runner.warm()
             jax.block_until_ready(self._runner.state)
 
@@ -272,6 +271,13 @@ class Engine:
     def _memory(self) -> contextlib.AbstractContextManager[None]:
         size = f"{self.slots} slots of {self.capacity} positions"
         return memory_errors(size, "lower slots or capacity")
+
+
+def usual_chunk(models: Models) -> int:
+    """Prompt tokens of a prefill pass: decoding slots wait for it."""
+    if jax.default_backend() == "cpu":
+        return 256
+    return 2048 if bytes_on_device(models) <= LIGHT else 512
 
 
 def _size(name: str, value: Any) -> int:

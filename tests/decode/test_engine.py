@@ -1,15 +1,16 @@
 """The engine: a request gets what it gets alone, at any time and in any batch."""
 
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jspec.config import SamplingParams
+from jspec.decode import engine as engine_module
 from jspec.decode.engine import Engine
-from jspec.decode.programs import PROGRAMS, Programs
-from jspec.decode.short_prompts import ShortPrompts
+from jspec.decode.programs import Programs
 from tests.decode.common import MIXED, prompts
 from tests.decode.conftest import COMPILED
 from tests.decode.engines import apart, check_arrivals, engine_of, known, work
@@ -66,14 +67,15 @@ def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
 
 @pytest.fixture
 def groups(engine, monkeypatch) -> list[int]:
-    """How many prompts each pass over several of them had."""
-    results, right = [], engine._scheduler.short.take_up
+    """How many prompts each pass over short ones had."""
+    prefill, results = engine._scheduler.prefill, []
+    right = prefill.fill
 
-    def take_up(state, size, slots, *rest):
+    def fill(state, slots, *rest):
         results.append(len(slots))
-        return right(state, size, slots, *rest)
+        return right(state, slots, *rest)
 
-    monkeypatch.setattr(engine._scheduler.short, "take_up", take_up)
+    monkeypatch.setattr(prefill, "fill", fill)
     return results
 
 
@@ -102,31 +104,85 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ([17] * 9, (8, 16)),  # 16 tokens of each, as the first step feeds the last one
-        ([17] * 3, (0, 16)),  # less than half of eight rows
-        ([1, 18, 1, 1], (4, 64)),
-        ([34] * 9, (4, 64)),  # 256 tokens of a pass
-        ([66] * 9, (0, 16)),  # one by one
-        ([17, 17, 17, 17, 66], (4, 16)),
-        ([17, 17, 66, 17], (0, 16)),  # in the order that they came in
+        ([17] * 9, (8, 8 * 16)),  # 16 tokens of each, as the first step feeds the last one
+        ([17] * 2, (2, 8 * 16)),
+        ([17], (1, 16)),
+        ([1, 18, 1, 1], (4, 4 * 64)),
+        ([34] * 9, (4, 4 * 64)),  # 256 tokens of a pass
+        ([66] * 9, (1, 256)),  # one by one
+        ([17, 17, 17, 17, 66], (4, 8 * 16)),
+        ([17, 17, 66, 17], (2, 8 * 16)),  # in the order that they came in
     ],
 )
-def test_prompts_go_together_where_they_fill_half_a_pass(tiny, lengths, expected):
-    options = engine_of(tiny, "ngram")._options
-    timed = PROGRAMS.timed()
-    short = ShortPrompts(options, slots=32, capacity=256, chunk=256, programs=timed)
-    count, size = short.together(lengths)
-    assert count == expected[0]
-    assert not count or size == expected[1]
+def test_short_prompts_share_a_pass_that_has_room_for_them(tiny, lengths, expected):
+    engine = engine_of(tiny, "none", slots=32, capacity=256, prefill_chunk=256)
+    assert engine._scheduler.prefill.group(lengths) == expected
 
 
 def test_no_pass_is_longer_than_a_slot(tiny):
     """Whatever the chunk, as 600 tokens would go in by 1024."""
-    options = engine_of(tiny, "ngram")._options
-    short = ShortPrompts(options, slots=4, capacity=768, chunk=8192, programs=PROGRAMS.timed())
-    assert short.sizes == [48, 192, 768]
-    assert short.together([600] * 4) == (4, 768)
-    assert [short.size_of(length) for length in (1, 600, 769, 770)] == [48, 768, 768, 0]
+    engine = engine_of(tiny, "none", slots=4, capacity=768, prefill_chunk=8192)
+    prefill = engine._scheduler.prefill
+    assert prefill._sizes == [48, 192, 768]
+    assert [prefill.group([length])[1] for length in (1, 600, 769)] == [48, 768, 768]
+    assert not prefill.is_short(np.ones(770, np.int32))
+
+
+def test_prompts_of_up_to_a_chunk_need_no_row(engine, groups, monkeypatch):
+    """One by itself, too, and those of unlike lengths."""
+    texts = [prompts((length,), seed=length)[0] for length in (1, 65, 2, 17, 18, 30)]
+    requests = [(text, SamplingParams(max_new_tokens=5)) for text in texts]
+    expected = apart(engine._options.models.target, "ngram", requests)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler.prefill, "begin", None)
+        tokens = [engine.submit(*requests[0]).result()]
+        rest = [engine.submit(*own) for own in requests[1:]]
+        engine.run()
+    assert (*tokens, *(request.tokens for request in rest)) == expected.tokens
+    assert groups[:3] == [1, 1, 2]
+    assert sum(groups) == len(texts)
+
+
+def test_short_prompts_wait_for_a_slot_in_the_queue(engine, groups, behind):
+    """Not in the row, from which each would need a program of its own."""
+    many = SamplingParams(max_new_tokens=60, draft_limit=0)
+    full = [engine.submit([1, 2], many) for _ in range(3)]
+    while not all(request.tokens for request in full):
+        engine.step()
+    waiting = [engine.submit(prompts((15,))[0], SamplingParams(max_new_tokens=5)) for _ in "12"]
+    groups.clear()
+    engine.step()
+    assert not engine._scheduler.can_prefill
+    for request in full[1:]:
+        request.cancel()
+    engine.step()
+    assert all(request.tokens for request in waiting)
+    assert groups == [2]
+    engine.run()
+
+
+def test_long_prompts_and_those_after_prefixes_go_in_by_pieces(engine, groups):
+    prefix = prompts((40,), seed=6)[0]
+    texts = [prompts((90,), seed=4)[0], [*prefix, 1, 2, 3], [5, 6]]
+    requests = [(text, SamplingParams(max_new_tokens=5)) for text in texts]
+    expected = apart(engine._options.models.target, "ngram", requests)
+    engine.share_prefix(prefix)
+    submitted = [engine.submit(*own) for own in requests]
+    engine.run()
+    engine.drop_prefix(prefix)
+    assert tuple(request.tokens for request in submitted) == expected.tokens
+    assert groups == [1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "light", "chunk"),
+    [("gpu", 2**28, 2048), ("gpu", 2**10, 512), ("cpu", 2**28, 256)],
+)
+def test_a_light_model_has_wide_passes_on_a_gpu(tiny, backend, light, chunk, monkeypatch):
+    models = engine_of(tiny, "none")._options.models
+    monkeypatch.setattr(engine_module, "LIGHT", light)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert engine_module.usual_chunk(models) == chunk
 
 
 @pytest.mark.parametrize(
@@ -147,11 +203,10 @@ def test_no_pass_is_longer_than_a_slot(tiny):
 def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
     prefill = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._scheduler.prefill
     prefill.begin(np.ones(left + 1, np.int32))
-    assert prefill.tokens_of(np.ones(left + 1, np.int32)) == (sum(pieces) if left <= 512 else 0)
     results = []
-    while not prefill.ready:
-        results.append(prefill.piece)
-        prefill.advance()
+    while prefill.row.left > 0:
+        results.append(prefill.piece_of(prefill.row))
+        prefill.advance(prefill.row)
     assert results == pieces
 
 
@@ -159,7 +214,7 @@ def test_the_next_prompt_is_prefilled_while_all_slots_are_full(engine, behind):
     """It begins to decode in the step after that in which a slot comes free."""
     slow = SamplingParams(max_new_tokens=60, draft_limit=0)
     full = [engine.submit([1, 2], slow) for _ in range(3)]
-    waiting = engine.submit(prompts((60,))[0], SamplingParams(max_new_tokens=5))
+    waiting = engine.submit(prompts((66,))[0], SamplingParams(max_new_tokens=5))
     while not all(request.tokens for request in full):
         engine.step()
     for _ in range(3):

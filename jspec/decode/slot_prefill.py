@@ -1,0 +1,361 @@
+"""Prefill for the slots of a running batch: short prompts in one pass, others piece by piece."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import Cache
+from jspec.config import SamplingParams
+from jspec.decode.on_mesh import mesh_model
+from jspec.decode.options import ResolvedOptions
+from jspec.decode.prefill import (
+    init_drafter_state,
+    jitted_init_drafter_state,
+    pass_sizes,
+    prefill_chunk,
+    start_decoding,
+)
+from jspec.decode.programs import Timed
+from jspec.decode.rows import PackedRows, insert_row, insert_rows, packed_rows, padded
+from jspec.decode.settings import StepConfig
+from jspec.decode.state import DecodeState, FlatModels
+from jspec.sharding import explicit_mesh_sharding, place
+from jspec.typing import Array
+
+BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the weights does
+MAX_ROWS = 8  # most prompts of a pass
+
+
+@dataclasses.dataclass
+class Row:
+    """A row of cache for all tokens of ``prompt`` but the last, which the first step takes.
+
+    Attributes:
+        prompt: int32 ``[n]``: the prompt.
+        tokens: int32 ``[1, S]``: the prompt, padded.
+        done: How many of its tokens the cache has.
+        cache: The row's cache.
+        drafter_state: The drafter's state after these tokens.
+    """
+
+    prompt: np.ndarray
+    tokens: np.ndarray
+    done: int
+    cache: Any
+    drafter_state: Any
+
+    @property
+    def left(self) -> int:
+        """Tokens that are not in the cache yet."""
+        return len(self.prompt) - 1 - self.done
+
+    @property
+    def prefix_tokens(self) -> np.ndarray:
+        """The tokens that are in the cache once the row is complete."""
+        return self.prompt[:-1]
+
+
+class SlotPrefill:
+    """Prefills prompts for the slots of a running batch.
+
+    A *short* prompt, of at most ``chunk + 1`` tokens, is prefilled straight into its slot, where
+    there are several in one pass: few tokens take about as long as reading the weights, which they
+    share. Any other is prefilled in pieces of at most ``chunk`` tokens in a row of cache of its
+    own, which is then copied to a slot. So are all prompts on a mesh, all whose policy stores keys
+    in the host's memory, and those after a shared prefix, which start from a copy of its row.
+
+    Passes and pieces are padded to one of `pass_sizes`, so that few programs serve all prompts.
+
+    Args:
+        options: Options of decoding.
+        slots: Slots of the batch.
+        capacity: Positions of a slot.
+        chunk: Most tokens of a pass or piece, padding included.
+        programs: Runs the jitted functions.
+
+    Attributes:
+        row: The row of the prompt that is being prefilled.
+    """
+
+    def __init__(
+        self, options: ResolvedOptions, slots: int, capacity: int, chunk: int, programs: Timed
+    ) -> None:
+        self._options, self._programs = options, programs
+        self._slots, self._capacity = slots, capacity
+        self.chunk = min(chunk, capacity)
+        self._sizes = pass_sizes(self.chunk)
+        on_mesh = mesh_model(options.models.target)
+        self._sharding = (
+            explicit_mesh_sharding(options.models) if on_mesh is None else on_mesh.placing
+        )
+        storage = options.config.cache_policy.storage
+        self._has_passes = self._sharding is None and storage is None
+        self._prefixes: list[Row] = []
+        self.row = self._fresh_row(np.zeros(1, np.int32))
+
+    def started(self, rows: int) -> DecodeState:
+        """A state of so many rows with prompts of one token."""
+        return start_decoding(
+            self._options.models,
+            [np.zeros(1, np.int32)] * rows,
+            SamplingParams(max_new_tokens=1, seed=0),
+            self._options.config,
+            capacity=self._capacity,
+            cache_dtype=self._options.cache_dtype,
+            run=self._programs,
+        )
+
+    def mark(self, state: DecodeState) -> Array:
+        """An array of its own that is ready once ``state`` and the current prompt are."""
+        return self._programs(_sum_of, state.done, self.row.cache.lengths)
+
+    def warmed(self, state: DecodeState) -> DecodeState:
+        """``state``, which is donated, with every program compiled.
+
+        All rows of it must be free, and no prompt in prefill.
+        """
+        self.row = self._begun(np.zeros(1, np.int32), self.row.cache, None, 0)
+        for size in self._sizes:
+            self._pass(self.row, size)
+        state = self.insert(state, 0, SamplingParams(seed=0))
+        if self._has_passes:
+            for size in self._sizes:
+                for rows in {1, self._max_rows(size)}:
+                    state = self._prefilled(state, size, rows, (), (), ())
+        self.mark(state)
+        return state
+
+    # --- short prompts ----------------------------------------------------------------------------
+
+    def is_short(self, prompt: np.ndarray) -> bool:
+        """Whether `fill` can prefill the prompt."""
+        fits = self._has_passes and len(prompt) - 1 <= self.chunk
+        return fits and self._longest(prompt) is None
+
+    def group(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """How many of the first prompts, short ones of these ``lengths``, go into one pass.
+
+        Also the tokens of that pass, padding included.
+        """
+        count, size = 1, self._size_of(lengths[0])
+        for length in lengths[1:]:
+            larger = max(size, self._size_of(length))
+            if count + 1 > self._max_rows(larger):
+                break
+            count, size = count + 1, larger
+        return count, size if count == 1 else size * self._max_rows(size)
+
+    def fill(
+        self,
+        state: DecodeState,
+        slots: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        params: Sequence[SamplingParams],
+    ) -> DecodeState:
+        """``state``, which is donated, with a `group` of prompts in ``slots``.
+
+        ``params``: how they are to be decoded.
+        """
+        size = max(self._size_of(len(prompt)) for prompt in prompts)
+        rows = 1 if len(prompts) == 1 else self._max_rows(size)
+        return self._prefilled(state, size, rows, slots, prompts, params)
+
+    def _prefilled(
+        self,
+        state: DecodeState,
+        size: int,
+        rows: int,
+        slots: Sequence[int],
+        prompts: Sequence[np.ndarray],
+        params: Sequence[SamplingParams],
+    ) -> DecodeState:
+        """As `fill`, by a pass of so many ``rows`` of ``size`` tokens."""
+        missing = rows - len(prompts)
+        prompts = [*prompts, *[np.zeros(1, np.int32)] * missing]
+        params = [*params, *[SamplingParams(seed=0)] * missing]
+        slots = [*slots, *[self._slots] * missing]  # past the end: nowhere
+        cache = dataclasses.replace(state.cache, columns=(), pages=())
+        packed = packed_rows(state, slots, prompts, params, self._ends, cache, None)
+        static = {"size": size, "config": self._options.config}
+        return self._programs(_prefill_slots, self._options.flat, state, packed, **static)
+
+    def _size_of(self, length: int) -> int:
+        """Tokens of a pass over a short prompt of ``length``."""
+        return next(size for size in self._sizes if length - 1 <= size)
+
+    def _max_rows(self, size: int) -> int:
+        """Rows of a pass over several prompts of ``size`` tokens each."""
+        return min(MAX_ROWS, self._slots, self.chunk // size)
+
+    # --- others, piece by piece -------------------------------------------------------------------
+
+    def begin(self, prompt: np.ndarray) -> None:
+        """Begin to prefill ``prompt``, in place of any other."""
+        row, drafter_state, done = self.row, None, 0
+        if (prefix := self._longest(prompt)) is not None:
+            row.cache = row.drafter_state = None  # freed before there is another
+            row.cache, drafter_state = jax.tree.map(_copied, (prefix.cache, prefix.drafter_state))
+            done = prefix.done
+        self.row = self._begun(prompt, row.cache, drafter_state, done)
+
+    def piece_of(self, row: Row) -> int:
+        """Tokens of the next piece of a row, padding included.
+
+        Two pieces in place of one that is half padding, where they are long enough to save time.
+        """
+        at = bisect.bisect_left(self._sizes[:-1], row.left)
+        size, shorter = self._sizes[at], self._sizes[max(at - 1, 0)]
+        return shorter if size > BUSY and row.left <= 2 * shorter else size
+
+    def advance(self, row: Row) -> None:
+        """Prefill the next piece of a row."""
+        size = self.piece_of(row)
+        self._pass(row, size)
+        row.done = min(row.done + size, len(row.prompt) - 1)
+
+    def insert(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
+        """``state``, which is donated, with the prompt in ``slot``, to be decoded by ``params``."""
+        row = self.row
+        states = (row.cache, row.drafter_state)
+        packed = packed_rows(state, [slot], [row.prompt], [params], self._ends, *states)
+        return insert_row(state, packed, slot, self._programs)
+
+    # --- prefixes ---------------------------------------------------------------------------------
+
+    def has(self, tokens: np.ndarray) -> bool:
+        """Whether ``tokens`` are a shared prefix."""
+        return any(np.array_equal(tokens, prefix.prefix_tokens) for prefix in self._prefixes)
+
+    def prefix(self, tokens: np.ndarray) -> Row:
+        """A row for a prefix, to be filled by `advance`."""
+        return self._fresh_row(np.append(tokens, tokens[:1]))
+
+    def share(self, row: Row) -> None:
+        """Share a complete prefix with all later prompts that begin with it."""
+        self._prefixes.append(row)
+        self._prefixes.sort(key=lambda prefix: -prefix.done)
+
+    def drop(self, tokens: np.ndarray) -> bool:
+        """Free a prefix; False where these tokens are none."""
+        before = len(self._prefixes)
+        self._prefixes = [x for x in self._prefixes if not np.array_equal(x.prefix_tokens, tokens)]
+        return len(self._prefixes) < before
+
+    def tokens_after_prefix(self, prompt: np.ndarray) -> int:
+        """Prompt tokens after its longest shared prefix, the last one included."""
+        prefix = self._longest(prompt)
+        return len(prompt) - (0 if prefix is None else prefix.done)
+
+    def _longest(self, prompt: np.ndarray) -> Row | None:
+        """The longest shared prefix that the prompt begins with."""
+        for prefix in self._prefixes:  # the longest comes first
+            if prefix.done < len(prompt) and np.array_equal(
+                prompt[: prefix.done], prefix.prefix_tokens
+            ):
+                return prefix
+        return None
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    @property
+    def _ends(self) -> Sequence[int]:
+        return self._options.models.target.config.stop_tokens
+
+    def _fresh_row(self, prompt: np.ndarray) -> Row:
+        """A row with memory of its own, for ``prompt``."""
+        cache = self.started(1).cache
+        return self._begun(prompt, cache, None, 0)
+
+    def _begun(self, prompt: np.ndarray, cache: Any, drafter_state: Any, done: int) -> Row:
+        """A row for ``prompt``, of which ``cache`` has the first ``done`` tokens.
+
+        ``drafter_state``: the drafter's state after these, None where there are none.
+        """
+        capacity = self._capacity
+        if drafter_state is None:
+            static = {"config": self._options.config, "batch": 1, "capacity": capacity}
+            drafter_state = self._programs(jitted_init_drafter_state, self._options.flat, **static)
+        drafter_state = self._placed("draft", drafter_state)
+        tokens, lengths = padded([prompt], capacity)
+        cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths - 1)))
+        return Row(prompt, tokens, done, cache, drafter_state)
+
+    def _pass(self, row: Row, size: int) -> None:
+        """A pass of the next ``size`` tokens of the prompt, padding included."""
+        args = (self._options.flat, row.cache, row.drafter_state, row.tokens, np.int32(row.done))
+        row.cache, row.drafter_state = self._programs(
+            prefill_chunk, *args, config=self._options.config, size=size
+        )
+
+    def _placed(self, name: str, tree: Any) -> Any:
+        return tree if self._sharding is None else place({name: tree}, self._sharding)[name]
+
+
+@jax.jit
+def _sum_of(done: Array, lengths: Array) -> Array:
+    return done.sum() + lengths.sum()
+
+
+def _copied(x: Array) -> Array:
+    """A copy of ``x`` in the same memory."""
+    return jax.device_put(x, x.sharding, may_alias=False)
+
+
+@functools.partial(jax.jit, static_argnames=("size", "config"), donate_argnames="state")
+def _prefill_slots(
+    models: FlatModels,
+    state: DecodeState,
+    packed: PackedRows,
+    size: int,
+    config: StepConfig,
+) -> DecodeState:
+    """``state`` with the prompts of ``packed``, of at most ``size + 1`` tokens, in their slots.
+
+    ``packed`` has no keys and values yet. A slot is written only as far as a prompt may reach.
+    """
+    rows, slots = packed.unpacked(state)
+    count, capacity = rows.tokens.shape
+    drafter_state = init_drafter_state(models, config, count, capacity)
+    columns, pages = jax.tree.map(
+        lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype),
+        (state.cache.columns, state.cache.pages),
+    )
+    cache = dataclasses.replace(rows.cache, columns=columns, pages=pages)
+    cache, drafter_state = jax.tree.map(
+        lambda x: _shorter(x, size) if isinstance(x, Cache) else x,
+        (cache, drafter_state),
+        is_leaf=lambda x: isinstance(x, Cache),
+    )
+    cache, drafter_state = prefill_chunk(
+        models, cache, drafter_state, rows.tokens, jnp.int32(0), config=config, size=size
+    )
+    rows = dataclasses.replace(rows, cache=cache, draft=drafter_state)
+    return insert_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))
+
+
+def _written(whole: Array, rows: Array, slots: Array) -> Array:
+    """``whole [B, ...]`` with ``rows [n, ...]``, which may be shorter, in ``slots [n]``."""
+    part = tuple(slice(width) for width in rows.shape[1:])
+    return whole.at[(slots, *part)].set(rows, mode="drop")
+
+
+def _shorter(cache: Cache, size: int) -> Cache:
+    """The first ``size`` positions of each row."""
+    layouts = tuple(layout.grown(min(size, layout.size)) for layout in cache.layouts)
+    columns = tuple(
+        {name: x[:, : layout.size] for name, x in layer_columns.items()}
+        for layout, layer_columns in zip(layouts, cache.columns, strict=True)
+    )
+    pages = tuple(
+        {name: x[:, : -(-layout.size // cache.page)] for name, x in layer_pages.items()}
+        for layout, layer_pages in zip(layouts, cache.pages, strict=True)
+    )
+    return dataclasses.replace(cache, columns=columns, layouts=layouts, pages=pages)
