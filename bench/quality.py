@@ -25,8 +25,9 @@ from bench.settings import Settings, bar
 from bench.suite import Benchmark, suite_of
 from bench.texts import texts
 from jspec.eval.evaluate import Run, Score, evaluate_all, with_budget
-from jspec.eval.questions import Asked, ruler_questions
-from jspec.eval.ruler import TASKS
+from jspec.eval.fitting import ruler_bytes_questions
+from jspec.eval.questions import Asked
+from jspec.eval.ruler_bytes import TASKS
 from jspec.models.bundled import bundled_path
 from jspec.policies import Policy, named_policy
 from jspec.policies.hata import with_hashes
@@ -97,7 +98,7 @@ def read(
         pairs += [(x, budget) for budget in ABLATED for x in ("exact_topk", *EQUAL_BYTES)]
     pairs = [pair for pair in pairs if pair[0] == DENSE or settings.wants(pair[0])]
     policies = [policy_of(*pair) for pair in pairs]
-    questions = ruler_questions(tokenizer, TASKS, case["S"], case["questions"])
+    questions = ruler_bytes_questions(tokenizer, TASKS, case["S"], case["questions"])
     scores = scores_of(model, tokenizer, list(map(Run, policies)), questions, case["S"])
     for (name, budget), policy, score in zip(pairs, policies, scores, strict=True):
         spec = model.config.layers[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import jspec
-from jspec.eval.ruler import training_document
+from jspec.eval.ruler_bytes import training_document
 
 BYTES_A_TOKEN = 4  # more than the source of Python has
 MIN_BYTES = 1024  # of a document

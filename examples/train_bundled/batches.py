@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from examples.train_bundled.corpus import END, START
-from jspec.eval import ruler
+from jspec.eval import ruler_bytes
 
 BOS_TOKEN, END_TOKEN, PAD_TOKEN = 256, 257, 258
 TEXT, RETRIEVAL, ANSWER, IGNORED = range(4)  # what a target token is; see `Batch.kinds`
@@ -120,15 +120,15 @@ def retrieval_row(
 
     Two rows in three hold one document of full length, the others several shorter ones.
     """
-    shortest = ruler.MIN_LENGTH // 2
+    shortest = ruler_bytes.MIN_LENGTH // 2
     row = np.full(length + 1, PAD_TOKEN, np.uint16)
     kinds = np.full(length + 1, IGNORED, np.uint8)  # of the row's own tokens, shifted at the end
     whole = rng.random() < 2 / 3
     at = 0
     while (room := length - 1 - at) >= shortest:
         size = room if whole else round(float(np.exp(rng.uniform(np.log(shortest), np.log(room)))))
-        filler = source_filler(data) if rng.random() < 0.5 else ruler.sentences
-        document, spans = ruler.training_document(max(size, shortest), rng, filler)
+        filler = source_filler(data) if rng.random() < 0.5 else ruler_bytes.sentences
+        document, spans = ruler_bytes.training_document(max(size, shortest), rng, filler)
         end = at + 1 + len(document)
         row[at], row[end] = BOS_TOKEN, END_TOKEN
         row[at + 1 : end] = np.frombuffer(document, np.uint8)
@@ -139,8 +139,8 @@ def retrieval_row(
     return row, kinds[1:]
 
 
-def source_filler(data: np.ndarray) -> ruler.Filler:
-    """Lines of the training split as haystack, `jspec.eval.ruler.Filler`."""
+def source_filler(data: np.ndarray) -> ruler_bytes.Filler:
+    """Lines of the training split as haystack, `jspec.eval.ruler_bytes.Filler`."""
 
     def filler(rng: np.random.Generator, size: int) -> bytes:
         at = int(rng.integers(max(1, len(data) - size)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.train_bundled.checkpoint import CURVE_FIELDS
-from jspec.eval.ruler import TASKS
+from jspec.eval.ruler_bytes import TASKS
 
 COLOURS = ("tab:blue", "tab:orange")
 
@@ -92,7 +92,7 @@ def _accuracy(record: dict[str, Any]) -> str:
         lines.append(f"| {task} | " + " | ".join(shown) + " |")
     lines += [
         "",
-        "Tasks of RULER's kinds in jspec's own wording (`jspec.eval.ruler`), contexts in bytes.",
+        "Tasks of RULER's kinds in jspec's wording (`jspec.eval.ruler_bytes`), contexts in bytes.",
         "An answer counts if the most likely byte is right at each of its bytes, given the text",
         "before it; several are expected in a canonical order, each given the right ones before.",
         "",

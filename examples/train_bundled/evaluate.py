@@ -3,7 +3,8 @@
 An answer counts where the model's most likely next byte is right at every byte of it, given the
 prompt and the answer so far. For one answer that is what greedy decoding would give, byte for byte.
 For several (tracking, frequent and common words) they are expected in the canonical order of
-`jspec.eval.ruler.Example`; each is scored given the right ones before it, and the mean reported.
+`jspec.eval.ruler_bytes.Example`; each is scored given the right ones before it, and the mean is
+reported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 
 from examples.train_bundled.batches import BOS_TOKEN, PAD_TOKEN, TOKEN_OF_BYTE
-from jspec.eval import ruler
+from jspec.eval import ruler_bytes
 
 Spans = list[list[tuple[int, int]]]
 
@@ -35,7 +36,7 @@ def make_sheet(name: str, length: int, count: int) -> Sheet:
     tokens[:, 0] = BOS_TOKEN
     spans = []
     for seed in range(count):
-        example = ruler.make_task(name, length, seed)
+        example = ruler_bytes.make_task(name, length, seed)
         text = np.frombuffer(example.prompt + example.answer, np.uint8)
         tokens[seed, 1 : 1 + len(text)] = text
         ends = len(example.prompt) + np.cumsum([len(answer) + 1 for answer in example.answers]) - 1
@@ -51,10 +52,10 @@ def order_sheets(
     """Have the sheets of all tasks and lengths made in the background."""
     return {
         (name, length): pool.submit(
-            make_sheet, name, length, needles if name in ruler.NEEDLES else others
+            make_sheet, name, length, needles if name in ruler_bytes.NEEDLES else others
         )
         for length in lengths
-        for name in ruler.TASKS
+        for name in ruler_bytes.TASKS
     }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from examples.train_bundled import corpus
 from examples.train_bundled.batches import source_filler
 from examples.train_bundled.plan import FULL
-from jspec.eval import ruler
+from jspec.eval import ruler_bytes
 
 LENGTHS = {"train": (2048, 4096, 8192, 16384, 32768), "held-out": (4096, 8192, 16384, 32768)}
 COUNT = {"train": 24, "held-out": 2}  # of each kind and length
@@ -32,8 +32,8 @@ def write(out: Path, data: corpus.Corpus, seed: int) -> None:
             for index in range(COUNT[part]):
                 name = out / part / f"{length}-{index}"
                 name.with_suffix(".source.txt").write_bytes(source(split, length, rng))
-                filler = source_filler(split) if index % 2 else ruler.sentences
-                document, _ = ruler.training_document(length - 2, rng, filler)
+                filler = source_filler(split) if index % 2 else ruler_bytes.sentences
+                document, _ = ruler_bytes.training_document(length - 2, rng, filler)
                 name.with_suffix(".retrieval.txt").write_bytes(document)
 
 

@@ -8,7 +8,9 @@ from typing import NoReturn
 from jspec import __version__
 from jspec.cli.errors import one_line
 
-METRICS = ("recall", "contains", "exact", "f1", "rouge_l", "edit")  # of jspec.eval.metrics
+# Of jspec.eval.metrics, those that any text can be scored by.
+METRICS = ("recall", "contains", "exact", "f1", "f1_zh", "rouge_l", "rouge_l_zh", "count")
+METRICS += ("code_similarity", "choice")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -176,7 +178,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("tasks", metavar="ruler|FILE.jsonl", help="RULER's six tasks, or tasks of your own")
+    add(
+        "tasks",
+        metavar="ruler|ruler-bytes|FILE.jsonl",
+        help="RULER's tasks, jspec's six for byte-level models, or a file of LongBench, "
+        "LongBench-v2, RULER or your own",
+    )
     add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
     add(
         "--policy",
@@ -194,11 +201,24 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add("--draft", action="store_true", help="policies draft, and the model stays lossless")
     add("--length", type=int, default=4096, metavar="N", help="tokens; default 4096")
     add("--examples", type=int, default=10, metavar="N", help="of each task; default 10")
-    add("--only", metavar="TASK,...", help="some of RULER's tasks, as in single_needle")
+    add("--only", metavar="TASK,...", help="some of the tasks, as in niah_single_1,vt")
+    add("--chat", action="store_true", help="apply the model's chat template")
+    add(
+        "--qa",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="SQuAD's or HotpotQA's JSON, for RULER's qa_1 or qa_2; repeatable",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the first example; default 0")
     add("--batch", type=int, default=8, metavar="N", help="questions at once; default 8")
-    add("--metric", choices=METRICS, help="default: that of the benchmark")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="of FILE.jsonl; default 128")
+    add("--metric", choices=METRICS, help="of FILE.jsonl; default: that of the benchmark")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="of FILE.jsonl; default: that of the benchmark, else 128",
+    )
     add("--heatmap", metavar="FILE.png", help="also draw needles by depth at up to --length tokens")
     add("--answers", action="store_true", help="put the answers into --json")
     add("--json", action="store_true", help="print one JSON object instead of a table")

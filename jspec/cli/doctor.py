@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -76,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         values = [dataclasses.asdict(f) for f in findings]
         print_json({"environment": environment(), "findings": values, "verdict": verdict})
     else:
-        shows.print(f"\n{escape(verdict)}")
+        shows.print(f"\n{verdict}")
     return 1 if broken else 0
 
 
@@ -98,12 +97,12 @@ def _checks() -> Iterator[Check]:
 
 def _look(checks: Iterator[Check]) -> Iterator[Finding]:
     """Run the checks one by one; a terminal shows the name of the current one."""
-    columns = (TextColumn("probing {task.description}..."), TimeElapsedColumn())
+    columns = (TextColumn("probing {task.description}...", markup=False), TimeElapsedColumn())
     quiet = not sys.stderr.isatty()
     with Progress(*columns, console=console(), transient=True, disable=quiet) as progress:
         task = progress.add_task("", visible=False)
         for what, check in checks:
-            progress.reset(task, description=escape(what), visible=True)
+            progress.reset(task, description=one_line(what), visible=True)
             begin = time.perf_counter()
             try:
                 finding = check()
@@ -121,10 +120,10 @@ def _show(shows: Console, finding: Finding) -> None:
     table.add_column(overflow="fold")  # a path is shown whole
     took = f", {finding.seconds:.1f} s" if finding.seconds >= 0.05 else ""
     mark = "ok" if finding.works else "--"
-    table.add_row(mark, *map(escape, (finding.what, finding.detail + took)))
+    table.add_row(mark, finding.what, finding.detail + took)
     shows.print(table)
     if finding.advice:
-        shows.print(f"    to do: {escape(finding.advice)}", soft_wrap=True)
+        shows.print(f"    to do: {finding.advice}", soft_wrap=True)
 
 
 def _verdict(findings: Sequence[Finding], broken: Sequence[str]) -> str:

@@ -3,38 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from jspec.cli.compile_cache import keep_programs
-from jspec.cli.show import counted_bars, environment
-from jspec.eval import heatmap
+from jspec.cli.show import PlainConsole, counted_bars, environment
+from jspec.eval import heatmap, ruler, ruler_bytes
 from jspec.eval.evaluate import Budget, Run, Score, budget_of, evaluate_all, with_budget
+from jspec.eval.fitting import ruler_bytes_questions, ruler_questions
 from jspec.eval.jsonl import read_questions
-from jspec.eval.questions import Asked, ruler_questions, tokenized_questions
-from jspec.eval.ruler import TASKS
+from jspec.eval.metrics import CHINESE, check_jieba
+from jspec.eval.questions import Asked, Question, tokenized_questions
+from jspec.eval.ruler_documents import Documents, read_documents
 from jspec.extras import check_matplotlib
 from jspec.models.bundled import bundled_path
+from jspec.models.chat import ChatTemplate, load_chat_template
 from jspec.models.checkpoint import load_model
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
 from jspec.policies import Policy, named_policy
 from jspec.policies.hata import with_hashes
 
+MAX_COLUMNS = 6  # tasks
 Asking = tuple[str, Budget, Policy]  # a policy's name with its settings, and its budget
+# Tasks that jspec generates, by the name of the collection; others are files.
+TASKS = {"ruler": tuple(ruler.TASKS), "ruler-bytes": ruler_bytes.TASKS}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     runs = _runs(arguments)
-    user_questions, metric = None, arguments.metric
-    if arguments.tasks != "ruler":
-        user_questions, usual = read_questions(arguments.tasks)
-        metric = metric or usual
+    user_questions = None if arguments.tasks in TASKS else _read(arguments)
+    documents = dict(map(read_documents, arguments.qa))
+    tasks = _tasks(arguments, documents)
     if arguments.heatmap:
         if len(runs) > 1:
             raise ValueError("--heatmap takes one --policy and at most one --budget")
@@ -48,8 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"--length {arguments.length} exceeds the model's context of {model.config.max_context}"
         )
     runs = [(name, budget, with_hashes(policy, path)) for name, budget, policy in runs]
-    questions = _questions(arguments, tokenizer, user_questions)
-    settings = {"length": arguments.length, "metric": metric or "recall", "batch": arguments.batch}
+    template = _template(path) if arguments.chat else None
+    if user_questions is not None:
+        room = arguments.max_new_tokens
+        sizes = (arguments.length, room)
+        questions = tokenized_questions(tokenizer, user_questions, *sizes, template)
+    else:
+        questions = _generated(arguments, tokenizer, tasks, documents, template)
+    settings = {"length": arguments.length, "batch": arguments.batch}
     with counted_bars(transient=True) as bars:
         task = bars.add_task("answers", total=len(runs) * len(questions))
         scores = evaluate_all(
@@ -58,14 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
             **settings,
         )
     results = [
-        _result(name, budget, score, arguments, settings)
+        _result(name, budget, score, arguments, questions)
         for (name, budget, _), score in zip(runs, scores, strict=True)
     ]
     if arguments.json:
         output = results[0] if len(results) == 1 else {"results": results}
         print(json.dumps(output | {"environment": environment()}))
     else:
-        shows = Console(highlight=False)
+        shows = PlainConsole(highlight=False)
         shows.print(_title(arguments))
         shows.print(_table(results, arguments))
     if arguments.heatmap:  # after the answers are printed, which an error here must not lose
@@ -75,9 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _runs(arguments: argparse.Namespace) -> list[Asking]:
     """Every policy with every budget, checked before a model is loaded."""
-    for task in _tasks(arguments):
-        if task not in TASKS:
-            raise ValueError(f"--only {task!r} is unknown; RULER's tasks are {', '.join(TASKS)}")
     names = arguments.policy or ["dense"]
     if arguments.length < 1 or arguments.batch < 1 or arguments.examples < 1:
         raise ValueError("--length, --batch and --examples must be at least 1")
@@ -105,19 +114,52 @@ def _budget(text: str) -> int | float:
     raise ValueError(f"--budget {text!r} must be a whole number of positions, or a ratio")
 
 
-def _questions(
-    arguments: argparse.Namespace, tokenizer: Tokenizer, user_questions: Sequence[Any] | None
+def _read(arguments: argparse.Namespace) -> list[Question]:
+    """The questions of a file, scored by ``--metric`` where that is named."""
+    for name, value in (("--only", arguments.only), ("--qa", arguments.qa)):
+        if value:
+            raise ValueError(f"{name} goes with {' or '.join(TASKS)}, not with a file")
+    questions = read_questions(arguments.tasks)
+    if arguments.metric is None:
+        return questions
+    if arguments.metric in CHINESE:
+        check_jieba()
+    return [dataclasses.replace(question, metric=arguments.metric) for question in questions]
+
+
+def _tasks(arguments: argparse.Namespace, documents: dict[str, Documents]) -> Sequence[str]:
+    """The tasks to generate: all whose questions there are, or those that ``--only`` names."""
+    known = TASKS.get(arguments.tasks, ())
+    if not arguments.only:
+        return [task for task in known if task not in ruler.QA or task in documents]
+    tasks = arguments.only.split(",")
+    for task in tasks:
+        if task not in known:
+            raise ValueError(
+                f"--only {task!r} is unknown; tasks of {arguments.tasks} are {', '.join(known)}"
+            )
+    return tasks
+
+
+def _generated(
+    arguments: argparse.Namespace,
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    documents: dict[str, Documents],
+    template: ChatTemplate | None,
 ) -> list[Asked]:
-    if user_questions is not None:
-        return tokenized_questions(
-            tokenizer, user_questions, arguments.length, arguments.max_new_tokens
-        )
     settings = (arguments.length, arguments.examples, arguments.seed)
-    return ruler_questions(tokenizer, _tasks(arguments), *settings)
+    if arguments.tasks == "ruler-bytes":
+        return ruler_bytes_questions(tokenizer, tasks, *settings)
+    sources = {"documents": documents, "template": template}
+    return ruler_questions(tokenizer, tasks, *settings, **sources)
 
 
-def _tasks(arguments: argparse.Namespace) -> Sequence[str]:
-    return arguments.only.split(",") if arguments.only else TASKS
+def _template(path: Path) -> ChatTemplate:
+    template = load_chat_template(path)
+    if template is None:
+        raise ValueError(f"{path} has no chat template; leave out --chat")
+    return template
 
 
 def _result(
@@ -125,7 +167,7 @@ def _result(
     budget: Budget,
     score: Score,
     arguments: argparse.Namespace,
-    settings: dict[str, Any],
+    questions: Sequence[Asked],
 ) -> dict[str, Any]:
     result = {
         "score": score.score,
@@ -133,7 +175,8 @@ def _result(
         "policy": name,
         "budget": budget,
         "length": arguments.length,
-        "metric": settings["metric"],
+        "metrics": {asked.question.task: asked.question.metric for asked in questions},
+        "chat": arguments.chat,
         "drafts": arguments.draft,
         "questions": len(score.each),
         "seed": arguments.seed,
@@ -148,19 +191,32 @@ def _title(arguments: argparse.Namespace) -> str:
 
 
 def _table(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> Table:
+    """A line a run with few tasks, else a line a task."""
     tasks = list(results[0]["scores"])
-    headings = ["budget", "score", *(task.replace("_", " ") for task in tasks)]
-    headings += ["mean accepted length"] if arguments.draft else []
-    # With a word a line and no frame, RULER's six tasks fit 80 columns; policies give way.
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("policy", overflow="fold")
-    for heading in headings:
-        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    headings = ["policy", "budget", "score", *tasks]
+    rows = [headings + (["mean accepted length"] if arguments.draft else [])]
     for result in results:
-        row = [result["policy"], "all" if result["budget"] is None else f"{result['budget']:g}"]
-        row += [f"{result['score']:.1f}", *(f"{result['scores'][task]:.1f}" for task in tasks)]
+        budget = "all" if result["budget"] is None else f"{result['budget']:g}"
+        row = [result["policy"], budget, f"{result['score']:.1f}"]
+        row += [f"{result['scores'][task]:.1f}" for task in tasks]
         if arguments.draft:
             row.append(f"{result['stats']['mean_accepted_length']:.2f}")
+        rows.append(row)
+    if len(tasks) > MAX_COLUMNS:
+        rows = list(zip(*rows, strict=True))
+    else:
+        # With a word a line and no frame, six tasks fit 80 columns; policies give way.
+        rows[0] = [re.sub("[ _]", "\n", heading) for heading in rows[0]]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in rows[0]:
+        first = heading == rows[0][0]
+        table.add_column(
+            heading,
+            justify="left" if first else "right",
+            overflow="fold",
+            no_wrap=not first and len(tasks) <= MAX_COLUMNS,
+        )
+    for row in rows[1:]:
         table.add_row(*row)
     return table
 

@@ -15,14 +15,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from jspec import __version__
+from jspec.cli.errors import one_line
 from jspec.decode.stats import Stats
+
+_DESCRIPTION = TextColumn("{task.description}", markup=False)
+
+
+class PlainConsole(Console):
+    """A console that shows text as it is: no markup, and control characters spelled out."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:  # of all that it prints
+        lines = "\n".join(map(one_line, text.split("\n")))
+        settings["markup"] = settings["emoji"] = False
+        return super().render_str(lines, **settings)
 
 
 def console() -> Console:
     """Tables and progress go to stderr, so that stdout carries nothing but text or JSON."""
-    return Console(stderr=True, width=min(100, Console(stderr=True).width), highlight=False)
+    width = min(100, Console(stderr=True).width)
+    return PlainConsole(stderr=True, width=width, highlight=False)
 
 
 def counted(number: int, thing: str) -> str:
@@ -33,7 +47,7 @@ def counted(number: int, thing: str) -> str:
 def counted_bars(*, transient: bool) -> Bars:
     """Bars of how many things are done, on stderr where that is a terminal."""
     shows = console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (_DESCRIPTION, BarColumn(), MofNCompleteColumn())
     return Bars(
         *(*columns, TimeElapsedColumn()),
         console=shows,
@@ -60,12 +74,12 @@ class Progress:
         if not self.shown:
             yield
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[of]}"))
+        columns = (_DESCRIPTION, BarColumn(), TextColumn("{task.fields[of]}"))
         with Bars(*columns, TimeElapsedColumn(), console=console(), transient=True) as bars:
             self._tasks = {
                 "compile": bars.add_task("compiling...", total=None, visible=False, of=""),
                 "prefill": bars.add_task("prefill", total=None, visible=False, of=""),
-                "decode": bars.add_task(name, total=tokens, visible=False, of=""),
+                "decode": bars.add_task(one_line(name), total=tokens, visible=False, of=""),
             }
             self._bars, self._streams = bars, streams
             try:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
+from jspec.cli.show import PlainConsole
 from jspec.extras import check_matplotlib
 from jspec.helix.simulator.calibration import FITTED, Fit, calibrated, load_fits
 from jspec.helix.simulator.configurations import BASELINES, BATCHES, FINE_BATCHES, STRATEGIES
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(result))
     else:
-        console = Console(highlight=False)
+        console = PlainConsole(highlight=False)
         for title, table in tables:
             console.print(f"\n{title}")
             console.print(table)

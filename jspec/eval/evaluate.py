@@ -16,8 +16,7 @@ from jspec.decode.programs import PROGRAMS
 from jspec.decode.settings import PLAIN
 from jspec.decode.state import DecodeState
 from jspec.decode.stats import Stats
-from jspec.eval.metrics import METRICS
-from jspec.eval.questions import Asked
+from jspec.eval.questions import Asked, score
 from jspec.eval.sample import prepared
 from jspec.models.text import RowText
 from jspec.models.tokenizer import Tokenizer
@@ -87,7 +86,6 @@ def evaluate(
     questions: Sequence[Asked],
     *,
     length: int,
-    metric: str = "recall",
     drafts: bool = False,
     batch: int = 8,
     on_batch: Callable[[int], None] | None = None,
@@ -98,9 +96,8 @@ def evaluate(
         model: the model.
         tokenizer: its tokenizer.
         policy: selects the positions that the model reads.
-        questions: the questions; an answer of one line ends at its first line break after text.
+        questions: the questions, each with its metric.
         length: the most tokens of a prompt with its answer.
-        metric: a name of `jspec.eval.metrics.METRICS`.
         drafts: whether the policy only drafts, so that decoding is lossless.
         batch: questions decoded at a time.
         on_batch: called after each batch with its number of questions.
@@ -109,7 +106,7 @@ def evaluate(
         The scores, answers and statistics.
     """
     runs = [Run(policy, drafts)]
-    settings = {"length": length, "metric": metric, "batch": batch, "on_batch": on_batch}
+    settings = {"length": length, "batch": batch, "on_batch": on_batch}
     return evaluate_all(model, tokenizer, runs, questions, **settings)[0]
 
 
@@ -135,7 +132,6 @@ def evaluate_all(
     questions: Sequence[Asked],
     *,
     length: int,
-    metric: str = "recall",
     batch: int = 8,
     on_batch: Callable[[int], None] | None = None,
 ) -> list[Score]:
@@ -147,7 +143,6 @@ def evaluate_all(
         runs: the policies.
         questions: the questions.
         length: as in `evaluate`.
-        metric: as in `evaluate`.
         batch: as in `evaluate`.
         on_batch: called after each batch of each run with its number of questions.
 
@@ -177,21 +172,19 @@ def evaluate_all(
             if on_batch is not None:
                 on_batch(len(part))
     return [
-        _score(questions, run_answers, run_stats, metric)
+        _score(questions, run_answers, run_stats)
         for run_answers, run_stats in zip(answers, stats, strict=True)
     ]
 
 
-def _score(
-    questions: Sequence[Asked], answers: Sequence[str], stats: Sequence[Stats], metric: str
-) -> Score:
+def _score(questions: Sequence[Asked], answers: Sequence[str], stats: Sequence[Stats]) -> Score:
     each = tuple(
-        METRICS[metric](text, asked.question.answers)
-        for text, asked in zip(answers, questions, strict=True)
+        score(asked.question, text) for text, asked in zip(answers, questions, strict=True)
     )
     scores = _by_task(questions, each)
-    score = float(np.mean(list(scores.values())))
-    return Score(score, scores, each, tuple(answers), Stats.merged(stats))
+    return Score(
+        float(np.mean(list(scores.values()))), scores, each, tuple(answers), Stats.merged(stats)
+    )
 
 
 def _params(asked: Sequence[Asked], length: int) -> list[SamplingParams]:
@@ -220,8 +213,7 @@ def _answer(
         text, room = rows[row], asked[row].room
         for count, token in enumerate(tokens, start=1):
             text.feed([token])
-            ends = asked[row].one_line and "\n" in text.text.lstrip()
-            if ends or len(text.tokens) >= room:
+            if asked[row].question.complete(text.text) or len(text.tokens) >= room:
                 return count
         return None
 

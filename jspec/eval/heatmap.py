@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jspec.eval.evaluate import evaluate
-from jspec.eval.questions import needle_question
+from jspec.eval.fitting import needle_question
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Policy
 from jspec.typing import Model

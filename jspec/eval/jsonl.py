@@ -1,82 +1,100 @@
-"""Tasks of a user's own as JSON lines, in the fields of RULER, LongBench and InfiniteBench."""
+"""Questions from files of JSON lines: LongBench's, LongBench-v2's, RULER's and a user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Any
 
+from jspec.eval import longbench, ruler
+from jspec.eval.longbench import is_texts
 from jspec.eval.questions import Question
+from jspec.models.errors import quoted
 from jspec.models.files import parse_json
 
 LINE_LIMIT = 2**26  # bytes
-# The field of the answers, and how they are scored unless the caller says otherwise.
+# The fields of the answers in a file of the user's own, and how they are scored unless the caller
+# says otherwise.
 ANSWERS = {"outputs": "recall", "answers": "f1", "answer": "contains"}
+FIELDS = {"task", "context", "input", "prompt", "answer_prefix", "id", "_id", "index", "length"}
+FORMATS = "LongBench, LongBench-v2, RULER and jspec's own fields (docs/policies.md)"
 
 
-def read_questions(path: str | Path) -> tuple[list[Question], str]:
-    """The questions of a file, and the usual metric of its kind.
+def read_questions(path: str | Path) -> list[Question]:
+    """Read the questions of a file; each line says by its fields which format it has.
 
-    The prompt of a line is ``context``, where there is one, an empty line, and ``input`` or
-    ``prompt``; then ``options`` by letters (InfiniteBench), and ``answer_prefix`` (RULER), with
-    which the answer begins. Its answers are ``outputs`` (RULER), ``answers`` (LongBench) or
-    ``answer`` (InfiniteBench), a text or a list of texts; its task is ``task`` or ``dataset``, else
-    the file's name. Other fields are ignored. Raises `ValueError` with the number of an
-    invalid line.
+    Args:
+        path: a file with a JSON object in each line.
+
+    Raises:
+        ValueError: the file has no questions, a line is invalid or of an unknown format, or a task
+            has lines with different metrics.
     """
     questions: list[Question] = []
-    metrics: set[str] = set()
+    metrics: dict[str, str] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT + 1), b""), start=1):
             if not line.strip():
                 continue
             try:
-                question, metric = _question(line, Path(path).stem)
+                question = _question(line, Path(path).stem)
+                first = metrics.setdefault(question.task, question.metric)
+                if question.metric != first:
+                    raise ValueError(f"is scored by {question.metric}, earlier lines by {first}")
             except ValueError as error:
                 raise ValueError(f"{path}: line {number}: {error}") from None
             questions.append(question)
-            metrics.add(metric)
     if not questions:
         raise ValueError(f"{path}: holds no tasks; write one JSON object a line")
-    if len(metrics) > 1:
-        raise ValueError(f"{path}: mixes kinds of tasks, which need {sorted(metrics)}; split it")
-    return questions, metrics.pop()
+    return questions
 
 
-def _question(line: bytes, name: str) -> tuple[Question, str]:
+def _question(line: bytes, name: str) -> Question:
     if len(line) > LINE_LIMIT:
         raise ValueError(f"is longer than {LINE_LIMIT} bytes")
-    value = parse_json(line)
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object, got {type(value).__name__}")
-    field = next((field for field in ANSWERS if field in value), None)
-    if field is None:
-        raise ValueError(f"has no answers; name them by one of {', '.join(ANSWERS)}")
-    answers = [value[field]] if isinstance(value[field], str) else value[field]
-    if not isinstance(answers, list) or not answers or not all(_is_text(a) for a in answers):
+    values = parse_json(line)
+    if not isinstance(values, dict):
+        raise ValueError(f"must be a JSON object, got {type(values).__name__}")
+    fields = set(values)
+    if {"dataset", "answers"} <= fields <= longbench.FIELDS:
+        return longbench.longbench_question(values)
+    if {"choice_A", "question", "answer"} <= fields <= longbench.FIELDS_V2:
+        return longbench.longbench_v2_question(values)
+    unknown = fields - FIELDS - set(ANSWERS) - ruler.FIELDS
+    if unknown:
+        names = ", ".join(quoted(x) for x in sorted(unknown)[:5])
+        raise ValueError(f"is of an unknown format: {names}; known are {FORMATS}")
+    return _own(values, name)
+
+
+def _own(values: Mapping[str, Any], name: str) -> Question:
+    """The question of a line of RULER, or of the user's own fields."""
+    named = [field for field in ANSWERS if field in values]
+    if len(named) != 1:
+        raise ValueError(f"must have its answers in one of {', '.join(ANSWERS)}, got {named}")
+    (field,) = named
+    answers = [values[field]] if isinstance(values[field], str) else values[field]
+    if not is_texts(answers):
         raise ValueError(f"{field!r} must be a text or a list of texts, none of them empty")
-    parts = [_text(value, "context"), _text(value, "input") or _text(value, "prompt")]
-    prompt = "\n\n".join(part for part in parts if part)
+    if "input" in values and "prompt" in values:
+        raise ValueError("has both 'input' and 'prompt'; write one")
+    parts = [_text(values, "context"), _text(values, "input") or _text(values, "prompt")]
+    prompt, prefix = "\n\n".join(part for part in parts if part), _text(values, "answer_prefix")
     if not prompt:
         raise ValueError("has no 'context', 'input' or 'prompt'")
-    if options := value.get("options"):
-        if not isinstance(options, list) or len(options) > 26 or not all(map(_is_text, options)):
-            raise ValueError("'options' must be a list of up to 26 texts, none of them empty")
-        prompt += "".join(
-            f"\n{letter}. {x}" for letter, x in zip(ascii_uppercase, options, strict=False)
-        )
-    prompt += _text(value, "answer_prefix")
-    task = _text(value, "task") or _text(value, "dataset") or name
-    return Question(task, prompt.encode(), tuple(answers)), ANSWERS[field]
+    task = _text(values, "task") or name
+    kind = ruler.kind_of(prompt, prefix) if field == "outputs" else None
+    if kind is None:
+        return Question(task, prompt, tuple(answers), ANSWERS[field], answer_prefix=prefix)
+    return Question(
+        *(task, prompt, tuple(answers), kind.metric),
+        answer_prefix=prefix,
+        max_new_tokens=kind.max_new_tokens,
+    )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _text(value: Mapping[str, Any], field: str) -> str:
-    text = value.get(field, "")
+def _text(values: Mapping[str, Any], field: str) -> str:
+    text = values.get(field, "")
     if not isinstance(text, str):
         raise ValueError(f"{field!r} must be a text")
     return text

@@ -1,24 +1,53 @@
-"""Questions with known answers, of a length in tokens of a model."""
+"""Questions with known answers, as tokens of a model."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from jspec.eval import ruler
+from jspec.eval.metrics import METRICS
+from jspec.models.chat import ChatTemplate
 from jspec.models.tokenizer import Tokenizer
 
-SLACK = 16  # tokens that an answer may have in addition to those of the expected one
-_TRIES = 12
+MAX_NEW_TOKENS = 128  # of an answer, where neither the question nor the caller says
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A prompt that ends where the answer begins, and the expected answers."""
+    """A prompt, the expected answers and how an answer is scored.
+
+    Attributes:
+        task: the name under which scores are averaged.
+        prompt: the text that a user would send.
+        answers: the expected answers.
+        metric: a name of `jspec.eval.metrics.METRICS`.
+        classes: the names of all classes, for the metric ``classification``.
+        answer_prefix: the text with which the answer begins; the model goes on after it.
+        max_new_tokens: tokens of an answer; None for `MAX_NEW_TOKENS`.
+        chat: whether a chat template applies.
+        one_line: whether an answer ends at its first line break after text.
+    """
 
     task: str
-    prompt: bytes
+    prompt: str
     answers: tuple[str, ...]
+    metric: str = "recall"
+    classes: tuple[str, ...] = ()
+    answer_prefix: str = ""
+    max_new_tokens: int | None = None
+    chat: bool = True
+    one_line: bool = False
+
+    def complete(self, answer: str) -> bool:
+        """Whether an answer so far needs no further token."""
+        return self.one_line and "\n" in answer.lstrip("\n")
+
+
+def score(question: Question, answer: str) -> float:
+    """The score of an answer, in [0, 1]."""
+    if question.one_line:
+        answer = answer.lstrip("\n").partition("\n")[0]
+    return METRICS[question.metric](answer, question.answers, question.classes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,83 +58,40 @@ class Asked:
         question: the question.
         prompt: its token ids.
         room: the most tokens of an answer.
-        one_line: whether the answer ends at its first line break.
     """
 
     question: Question
     prompt: Sequence[int]
     room: int
-    one_line: bool = True
 
 
-def ruler_questions(
-    tokenizer: Tokenizer, tasks: Sequence[str], length: int, examples: int, seed: int = 0
-) -> list[Asked]:
-    """Create examples of RULER's tasks.
+def encoded(
+    tokenizer: Tokenizer, question: Question, template: ChatTemplate | None = None
+) -> list[int]:
+    """The tokens of a question's prompt.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        tasks: names of `jspec.eval.ruler.TASKS`.
-        length: the most tokens of a prompt with its answer.
-        examples: examples of each task.
-        seed: seed of the first example; the next ones take the seeds after it.
-
-    Raises:
-        ValueError: ``length`` is too short for a task.
-    """
-
-    def asked(task: str, each: int) -> Asked:
-        return fitted(
-            tokenizer, length, lambda size: _ruler(task, ruler.make_task(task, size, each))
-        )
-
-    return [asked(task, each) for task in tasks for each in range(seed, seed + examples)]
-
-
-def needle_question(tokenizer: Tokenizer, length: int, depth: float, seed: int) -> Asked:
-    """A single needle at a ``depth`` in [0, 1] of its haystack, of at most ``length`` tokens."""
-    task = "single_needle"
-    return fitted(tokenizer, length, lambda size: _ruler(task, ruler.needle(size, depth, seed)))
-
-
-def fitted(tokenizer: Tokenizer, length: int, make: Callable[[int], Question]) -> Asked:
-    """Find the longest question that with its answer takes at most ``length`` tokens.
+    Spaces at its end are left to the answer: most vocabularies have them at the start of words, and
+    no model was trained on a word after a space of its own.
 
     Args:
         tokenizer: the model's tokenizer.
-        length: limit in tokens, approached from below.
-        make: ``make(size)`` creates a question of at most ``size`` bytes.
-
-    Raises:
-        ValueError: the shortest question is too long.
+        question: the question.
+        template: the model's chat template, applied to questions with ``chat``.
     """
-    trial = make(max(length, ruler.MIN_LENGTH)).prompt
-    size = length * len(trial) // len(tokenizer.encode(trial))
-    for _ in range(_TRIES):
-        if size <= ruler.MIN_LENGTH:
-            break
-        asked = _asked(tokenizer, make(size))
-        over = len(asked.prompt) + asked.room - length
-        if over <= 0:
-            return asked
-        size -= over * len(asked.question.prompt) // len(asked.prompt) + 1
-    shortest = _asked(tokenizer, make(ruler.MIN_LENGTH))
-    least = len(shortest.prompt) + shortest.room
-    if least > length:
-        raise ValueError(
-            f"length={length} tokens are too few for a question; the shortest takes {least}"
-        )
-    return shortest
-
-
-def _asked(tokenizer: Tokenizer, question: Question) -> Asked:
-    prompt = tokenizer.encode(question.prompt)
-    room = len(tokenizer.encode(" ".join(question.answers), special=False)) + SLACK
-    return Asked(question, prompt, room)
+    prefix = question.answer_prefix.rstrip(" ")
+    if template is None or not question.chat:
+        text = question.prompt + prefix
+        return tokenizer.encode(text if prefix else text.rstrip(" "))
+    messages = [{"role": "user", "content": question.prompt}]
+    return tokenizer.encode(template.render(messages) + prefix, special=False)
 
 
 def tokenized_questions(
-    tokenizer: Tokenizer, questions: Sequence[Question], length: int, room: int
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    length: int,
+    max_new_tokens: int | None = None,
+    template: ChatTemplate | None = None,
 ) -> list[Asked]:
     """Tokenize questions; prompts that are too long lose their middle, as in LongBench.
 
@@ -113,24 +99,41 @@ def tokenized_questions(
         tokenizer: the model's tokenizer.
         questions: the questions.
         length: the most tokens of a prompt with its answer.
-        room: the most tokens of an answer.
+        max_new_tokens: the most tokens of an answer; None for what each question says.
+        template: as in `encoded`.
 
     Raises:
-        ValueError: ``room`` leaves no tokens for a prompt.
+        ValueError: answers leave no tokens for a prompt.
     """
-    if length <= room:
-        raise ValueError(f"length={length} must be more than the {room} tokens of an answer")
-    tokenized = []
+    asked = []
     for question in questions:
-        prompt, max_prompt = tokenizer.encode(question.prompt), length - room
-        if len(prompt) > max_prompt:
-            prompt = [
-                *prompt[: max_prompt // 2],
-                *prompt[len(prompt) - (max_prompt - max_prompt // 2) :],
-            ]
-        tokenized.append(Asked(question, prompt, room, one_line=False))
-    return tokenized
+        room = max_new_tokens or question.max_new_tokens or MAX_NEW_TOKENS
+        if length <= room:
+            raise ValueError(f"length={length} must be more than the {room} tokens of an answer")
+        asked.append(Asked(question, _cut(tokenizer, question, length - room, template), room))
+    return asked
 
 
-def _ruler(task: str, example: ruler.Example) -> Question:
-    return Question(task, example.prompt, tuple(a.decode() for a in example.answers))
+def _cut(
+    tokenizer: Tokenizer, question: Question, limit: int, template: ChatTemplate | None
+) -> list[int]:
+    """At most ``limit`` tokens: the first and last ones of the question's own text."""
+    prompt = encoded(tokenizer, question, template)
+    if len(prompt) <= limit:
+        return prompt
+    if template is None or not question.chat:
+        return _ends(prompt, limit)
+    text = tokenizer.encode(question.prompt, special=False)
+    size = len(text)
+    while len(prompt) > limit:  # tokens that meet at the cut may become more, or fewer
+        size -= len(prompt) - limit
+        if size <= 0:
+            raise ValueError(f"{limit} tokens are too few for the chat template alone")
+        ends = _ends(text, size)
+        shorter = tokenizer.decode(ends[: size // 2]) + tokenizer.decode(ends[size // 2 :])
+        prompt = encoded(tokenizer, dataclasses.replace(question, prompt=shorter), template)
+    return prompt
+
+
+def _ends(tokens: list[int], size: int) -> list[int]:
+    return [*tokens[: size // 2], *tokens[len(tokens) - (size - size // 2) :]]

@@ -1,259 +1,353 @@
-"""RULER-kind long-context tasks (Hsieh et al. 2024) over bytes, and documents to train for them.
+"""The 13 tasks of RULER (Hsieh et al. 2024), with NVIDIA's prompts, settings and answer lengths.
 
-The six kinds follow RULER; wording, sizes and haystacks are our own, so figures compare models
-under jspec with each other and not with published RULER scores. No download, no tokenizer, no JAX.
+Two sources differ. Essays and words are from Python's language reference, which every installation
+has (`pydoc_data.topics`), so that examples depend on the version of Python. Questions of qa_1 and
+qa_2 are from a file that the user gives, SQuAD's or HotpotQA's. No JAX.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import zlib
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+import math
+import random
+import re
+import string
+import uuid
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from jspec.eval.ruler_streams import (
-    CLOSE,
-    MAX_ASK_BYTES,
-    MAX_LINE_BYTES,
-    Ask,
-    Chains,
-    CodeFacts,
-    CommonWords,
-    FrequentCodes,
-    RecordFacts,
-    Stream,
-)
-
-TASKS = (
-    "single_needle",
-    "multikey_words",
-    "multikey_uuids",
-    "variable_tracking",
-    "frequent_words",
-    "common_words",
-)
-NEEDLES = TASKS[:3]
-MIN_LENGTH = 1024  # bytes; a list of common words with its question needs most of it
-
-# filler(rng, size) -> lines of text, at most ``size`` bytes and close to it
-Filler = Callable[[np.random.Generator, int], bytes]
-
-SENTENCES = tuple(
-    f"{text}.\n".encode()
-    for text in (
-        "The bakery opens before the first tram leaves the depot",
-        "Rain is expected in the hills and nothing at all by the coast",
-        "A cat slept on the warm stones until noon",
-        "They painted the fence twice and it still looked grey",
-        "Nobody could say who had moved the chairs",
-        "The train was on time and almost empty",
-        "Wind turned the pages faster than she could read them",
-        "He took the long way home along the water",
-        "Two boats came in and one went out again",
-        "The soup needs more salt and a little patience",
-        "Snow lay on the roofs and the street was quiet",
-        "Somebody was practising scales on the second floor",
-        "The meeting ended early because there was nothing left to say",
-        "Bread, cheese and a few plums were all they carried",
-        "It was late and the lamps went on one by one",
-        "The old map showed a road that is no longer there",
-    )
-)
+from jspec.eval.questions import Question
+from jspec.eval.ruler_bytes_streams import ADJECTIVES
+from jspec.eval.ruler_documents import Documents
 
 
 @dataclasses.dataclass(frozen=True)
-class Example:
-    """A prompt that ends where the answer begins, and the expected strings in canonical order.
+class Kind:
+    """What the tasks of a kind share.
 
-    The canonical order is: as assigned (variable tracking), most frequent first (frequent words),
-    alphabetical (common words). ``answer`` is the text a greedy decoder should give.
+    Attributes:
+        template: of the prompt.
+        answer_prefix: with which the answer begins.
+        max_new_tokens: tokens of an answer.
+        marker: text that only prompts of this kind have.
+        metric: a name of `jspec.eval.metrics.METRICS`.
     """
 
-    prompt: bytes
-    answers: tuple[bytes, ...]
-
-    @property
-    def answer(self) -> bytes:
-        return b" ".join(self.answers)
-
-
-def sentences(rng: np.random.Generator, size: int) -> bytes:
-    """Plain filler: short sentences in random order, at most ``size`` bytes."""
-    shortest = min(map(len, SENTENCES))
-    text = b"".join(SENTENCES[i] for i in rng.integers(len(SENTENCES), size=size // shortest + 1))
-    return text[: text.rfind(b"\n", 0, size) + 1]
+    template: str
+    answer_prefix: str
+    max_new_tokens: int
+    marker: str
+    metric: str = "recall"
 
 
-def make_task(name: str, length_bytes: int, seed: int, filler: Filler = sentences) -> Example:
-    """Create an example of a task; the same arguments give the same example.
-
-    Haystacks: one fact in filler (single needle), facts over half of the bytes (multi-key), at
-    least three chains in filler (tracking), list lines alone (frequent and common words).
-
-    Args:
-        name: a name of `TASKS`.
-        length_bytes: the most bytes of prompt and answer together.
-        seed: seed of the example.
-        filler: creates the text between the evidence.
-
-    Raises:
-        ValueError: the task is unknown, or ``length_bytes`` is below `MIN_LENGTH`.
-    """
-    if name not in TASKS:
-        raise ValueError(f"task {name!r} is unknown; jspec has {', '.join(TASKS)}")
-    if length_bytes < MIN_LENGTH:
-        raise ValueError(f"length_bytes={length_bytes} must be at least {MIN_LENGTH}")
-    rng = np.random.default_rng((zlib.crc32(name.encode()), length_bytes, seed))
-    while True:
-        stream = _streams(rng, length_bytes)[_STREAM_OF[name]]
-        lines = list(_evidence(name, stream, length_bytes - MAX_ASK_BYTES))
-        ask = stream.ask(final=True)
-        if ask is not None:  # None: a draw of frequent words without three clear leaders
-            break
-    room = length_bytes - sum(map(len, lines)) - len(ask.question) - len(ask.answer)
-    if name not in ("frequent_words", "common_words"):
-        lines = _merge(rng, filler(rng, room).splitlines(keepends=True), lines)
-    return Example(b"".join(lines) + ask.question, ask.answers)
-
-
-def needle(length_bytes: int, depth: float, seed: int, filler: Filler = sentences) -> Example:
-    """Create an example of ``single_needle`` with the needle at a depth.
-
-    Args:
-        length_bytes: the most bytes of prompt and answer together.
-        depth: place of the needle: 0 is the first line of the text, 1 the last one before the
-            question.
-        seed: seed of the example.
-        filler: creates the text around the needle.
-
-    Raises:
-        ValueError: ``length_bytes`` is below `MIN_LENGTH`, or ``depth`` is outside [0, 1].
-    """
-    if length_bytes < MIN_LENGTH:
-        raise ValueError(f"length_bytes={length_bytes} must be at least {MIN_LENGTH}")
-    if not 0 <= depth <= 1:
-        raise ValueError(f"depth={depth} must be in [0, 1]")
-    rng = np.random.default_rng((zlib.crc32(b"needle"), length_bytes, round(depth * 1e6), seed))
-    stream = CodeFacts(rng)
-    line, ask = stream.line(), stream.ask(final=True)
-    assert ask is not None
-    room = length_bytes - len(line) - len(ask.question) - len(ask.answer)
-    lines = filler(rng, room).splitlines(keepends=True)
-    place = round(depth * len(lines))
-    return Example(b"".join([*lines[:place], line, *lines[place:]]) + ask.question, ask.answers)
-
-
-def training_document(
-    length_bytes: int, rng: np.random.Generator, filler: Filler = sentences
-) -> tuple[bytes, list[tuple[int, int]]]:
-    """Create a document that asks about its earlier lines many times, and once at its end.
-
-    Kinds of evidence, the share of filler and the rate of questions vary between documents, so that
-    they cover the forms of `make_task`. No question is repeated, so that no answer can be copied
-    from an earlier one.
-
-    Args:
-        length_bytes: the most bytes of the document.
-        rng: draws the document.
-        filler: creates the text between the evidence.
-
-    Returns:
-        The text, and the span (start, end) of each answer in bytes.
-
-    Raises:
-        ValueError: ``length_bytes`` is below half of `MIN_LENGTH`.
-    """
-    if length_bytes < MIN_LENGTH // 2:
-        raise ValueError(f"length_bytes={length_bytes} must be at least {MIN_LENGTH // 2}")
-    streams = _choose(rng, length_bytes)
-    filler_share = float(rng.choice([0.0, 0.2, 0.5, 0.8, 0.95], p=[0.25, 0.25, 0.2, 0.15, 0.15]))
-    if len(streams) == 1 and isinstance(streams[0], FrequentCodes | CommonWords):
-        filler_share = 0.0
-    ask_share = float(rng.choice([0.15, 0.3, 0.45]))
-    # From here on questions prevail, so that many of them reach back over most of the document.
-    exam = float(rng.uniform(0.5, 1.2)) * length_bytes
-    haystack = filler(rng, length_bytes).splitlines(keepends=True)[::-1]
-    text, spans = bytearray(), []
-    while (room := length_bytes - len(text) - MAX_ASK_BYTES) >= MAX_LINE_BYTES:
-        if text and haystack and rng.random() < filler_share:
-            line = haystack.pop()
-            text += line if len(line) <= room else b""
-            continue
-        stream = streams[int(rng.integers(len(streams)))]
-        ask = stream.ask() if rng.random() < (ask_share if len(text) < exam else 0.8) else None
-        if ask is None:
-            text += stream.line()
-        else:
-            _append(text, spans, ask)
-    asks = (stream.ask(final=True) for stream in streams)
-    final = next((ask for ask in asks if ask is not None), None)
-    if final is not None and (room := length_bytes - len(text) - final.size) >= 0:
-        for line in reversed(haystack):
-            if len(line) <= room:
-                text += line
-                room -= len(line)
-        _append(text, spans, final)
-    return bytes(text), spans
-
-
-_STREAM_OF = {
-    "single_needle": "codes",
-    "multikey_words": "codes",
-    "multikey_uuids": "records",
-    "variable_tracking": "chains",
-    "frequent_words": "frequent",
-    "common_words": "common",
+_ONLY = "Only give me the answer and do not output any other words."
+KINDS = {
+    "niah": Kind(
+        "Some special magic {type} are hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the {type} afterwards.\n{context}\nWhat are all the special magic "
+        "{type} for {query} mentioned in the provided text?",
+        " The special magic {type} for {query} mentioned in the provided text are",
+        128,
+        "special magic",
+    ),
+    "variable_tracking": Kind(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+        "{context}\nQuestion: Find all variables that are assigned the value {query} in the text "
+        "above.",
+        " Answer: According to the chain(s) of variable assignment in the text above, {number} "
+        "variables are assigned the value {query}, they are: ",
+        30,
+        "chain(s) of variable assignment",
+    ),
+    "common_words_extraction": Kind(
+        "Below is a numbered list of words. In these words, some appear more often than others. "
+        "Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most "
+        "common words in the above list?",
+        " Answer: The top 10 words that appear most often in the list are:",
+        120,
+        "Below is a numbered list of words.",
+    ),
+    "freq_words_extraction": Kind(
+        "Read the following coded text and track the frequency of each coded word. Find the three "
+        "most frequently appeared coded words. {context}\nQuestion: Do not provide any "
+        "explanation. Please ignore the dots '....'. What are the three most frequently appeared "
+        "words in the above coded text?",
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
+        50,
+        "track the frequency of each coded word",
+    ),
+    "qa": Kind(
+        f"Answer the question based on the given documents. {_ONLY}\n\nThe following are given "
+        "documents.\n\n{context}\n\nAnswer the question based on the given documents. "
+        f"{_ONLY}\n\nQuestion: {{query}}",
+        " Answer:",
+        32,
+        "Answer the question based on the given documents.",
+        "contains",
+    ),
 }
-_WEIGHT = {"codes": 0.3, "records": 0.25, "chains": 0.2, "frequent": 0.1, "common": 0.15}
+# Of the lines of NVIDIA's files.
+FIELDS = {
+    *("index", "input", "outputs", "length", "length_w_model_temp"),
+    *("answer_prefix", "token_position_answer"),
+}
+NEEDLE = "One of the special magic {type} for {key} is: {value}."
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = [round(100 * at / 39) for at in range(40)]  # percent of the sentences
+ZETA_2 = math.pi**2 / 6  # zeta(2)
+SHORT = 4096  # tokens below which lists of words are smaller
+SHOT_TOKENS, SHOT_LEAST = 500, 5  # most tokens, least lines, of variable tracking's example
 
 
-def _streams(rng: np.random.Generator, length: int) -> dict[str, Stream]:
-    lines = length // 128
-    return {
-        "codes": CodeFacts(rng),
-        "records": RecordFacts(rng),
-        "chains": Chains(rng),
-        "frequent": FrequentCodes(rng, lines),
-        "common": CommonWords(rng, lines),
-    }
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What an example depends on, its random numbers and its size apart.
+
+    Attributes:
+        length: tokens of a prompt with its answer.
+        seed: number of the example.
+        shot_size: noise lines of the worked example of variable tracking.
+        documents: questions and documents of qa_1 and qa_2, by task.
+    """
+
+    length: int
+    seed: int
+    shot_size: int
+    documents: dict[str, Documents]
 
 
-def _choose(rng: np.random.Generator, length: int) -> list[Stream]:
-    """The streams of a training document: one in four of ten documents, else two, three or all."""
-    count = int(rng.choice([1, 2, 3, 5], p=[0.4, 0.3, 0.15, 0.15]))
-    names = rng.choice(list(_WEIGHT), size=count, replace=False, p=list(_WEIGHT.values()))
-    streams = _streams(rng, length)
-    return [streams[str(name)] for name in names]
+Maker = Callable[[random.Random, int, Scope], Question]
 
 
-def _evidence(name: str, stream: Stream, room: int) -> Iterator[bytes]:
-    """The evidence lines of an evaluation example, at most ``room`` bytes."""
-    if name in ("frequent_words", "common_words"):
-        limit = room
-    elif name in ("multikey_words", "multikey_uuids"):
-        limit = room // 2
-    else:
-        count = 1 if name == "single_needle" else Chains.OPEN * (Chains.NAMES + 1)
-        yield from (stream.line() for _ in range(count))
-        return
-    used = 0
-    while used + MAX_LINE_BYTES <= limit:
-        yield (line := stream.line())
-        used += len(line)
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task: ``make(rng, size, scope)`` creates an example, ``least`` is the smallest size."""
+
+    make: Maker
+    least: int
 
 
-def _merge(rng: np.random.Generator, filler: list[bytes], lines: list[bytes]) -> list[bytes]:
-    """Put ``lines``, in their order, at random places between the lines of ``filler``."""
-    places = np.sort(rng.integers(len(filler) + 1, size=len(lines)))
-    merged, start = [], 0
-    for place, line in zip(places, lines, strict=True):
-        merged += [*filler[start:place], line]
-        start = int(place)
-    return merged + filler[start:]
+def kind_of(prompt: str, answer_prefix: str) -> Kind | None:
+    """The kind of a prompt from one of NVIDIA's files; None where it is of another origin."""
+    if answer_prefix.strip() == "Answer:" and "Answer the question" in prompt:
+        return KINDS["qa"]
+    return next((kind for kind in KINDS.values() if kind.marker in prompt), None)
 
 
-def _append(text: bytearray, spans: list[tuple[int, int]], ask: Ask) -> None:
-    text += ask.question
-    spans.append((len(text), len(text) + len(ask.answer)))
-    text += ask.answer + CLOSE
+def make_question(task: str, size: int, scope: Scope) -> Question:
+    """Create an example; the same arguments give the same example.
+
+    Args:
+        task: a name of `TASKS`.
+        size: words (essays, cwe, fwe), lines (other haystacks) or documents (qa).
+        scope: what else it depends on.
+    """
+    rng = random.Random(f"{task} {scope.seed}")
+    return dataclasses.replace(TASKS[task].make(rng, size, scope), task=task)
+
+
+def _question(kind: str, answers: Sequence[str], **values: object) -> Question:
+    parts = KINDS[kind]
+    template, prefix = parts.template, parts.answer_prefix
+    if kind == "niah" and len(answers) == 1:
+        template, prefix = _singular(template), _singular(prefix)
+        values["type"] = str(values["type"]).removesuffix("s")
+    return Question(
+        *("", template.format(**values), tuple(answers), parts.metric),
+        answer_prefix=prefix.format(**values),
+        max_new_tokens=parts.max_new_tokens,
+    )
+
+
+def _singular(text: str) -> str:
+    return text.replace("Some", "A").replace("are all", "is").replace("are", "is")
+
+
+@functools.cache
+def essay() -> list[str]:
+    """The words of Python's language reference, in its order by topic."""
+    from pydoc_data.topics import topics
+
+    return " ".join(topics[name] for name in sorted(topics)).split()
+
+
+@functools.cache
+def words() -> list[str]:
+    """The different words of `essay`, of four letters or more."""
+    return sorted(set(re.findall(r"\b[a-z]{4,}\b", " ".join(essay()))))
+
+
+def _pairs(rng: random.Random, count: int) -> list[str]:
+    """Different keys such as ``silent-module``."""
+    nouns = words()
+    numbers = rng.sample(range(len(ADJECTIVES) * len(nouns)), count)
+    return [f"{ADJECTIVES[x // len(nouns)]}-{nouns[x % len(nouns)]}" for x in numbers]
+
+
+def _values(rng: random.Random, kind: str, count: int) -> list[str]:
+    if kind == "words":
+        return _pairs(rng, count)
+    if kind == "numbers":
+        return [str(rng.randint(10**6, 10**7 - 1)) for _ in range(count)]
+    return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(count)]
+
+
+def _niah(
+    haystack: str, keys: str, values: str, num_keys: int = 1, num_values: int = 1, queries: int = 1
+) -> Task:
+    """Needles in a haystack.
+
+    Args:
+        haystack: ``essay``, ``noise`` or ``needle``.
+        keys: type of the keys: ``words`` or ``uuids``.
+        values: type of the values: ``numbers`` or ``uuids``.
+        num_keys: keys in the text.
+        num_values: values of each key.
+        queries: keys that are asked about.
+    """
+    num_keys = max(num_keys, queries)
+
+    def make(rng: random.Random, size: int, scope: Scope) -> Question:
+        lines = size if haystack == "needle" else 0
+        names = _values(rng, keys, num_keys)
+        by_key = [_values(rng, values, num_values) for _ in names]
+        needles = [
+            NEEDLE.format(type=values, key=key, value=value)
+            for key, each in zip(names, by_key, strict=True)
+            for value in each
+        ]
+        rng.shuffle(needles)
+        asked = rng.sample(range(num_keys), queries)
+        if haystack == "essay":
+            context = _in_essay(rng, needles, size)
+        else:
+            others = _others(rng, keys, lines, set(names))
+            text = [
+                NEEDLE.format(type=values, key=key, value=value)
+                for key, value in zip(others, _values(rng, values, lines), strict=True)
+            ]
+            context = _in_lines(rng, needles, text or [NOISE] * size)
+        query = ", and ".join(
+            x for x in (", ".join(names[i] for i in asked[:-1]), names[asked[-1]]) if x
+        )
+        answers = [value for i in asked for value in by_key[i]]
+        return _question("niah", answers, type=values, context=context, query=query)
+
+    return Task(make, 8)
+
+
+def _others(rng: random.Random, keys: str, count: int, used: set[str]) -> list[str]:
+    return [key for key in _values(rng, keys, count + len(used)) if key not in used][:count]
+
+
+def _in_essay(rng: random.Random, needles: Sequence[str], size: int) -> str:
+    source = essay()
+    text = " ".join((source * (size // len(source) + 1))[:size])
+    sentences = re.split(r"(?<=[.!?])\s+", text)
+    places = sorted(len(sentences) * depth // 100 for depth in rng.sample(DEPTHS, len(needles)))
+    parts, start = [], 0
+    for place, needle in zip(places, needles, strict=True):
+        parts += [*sentences[start:place], needle]
+        start = place
+    return " ".join(parts + sentences[start:])
+
+
+def _in_lines(rng: random.Random, needles: Sequence[str], lines: list[str]) -> str:
+    """Put each needle before a line of its own; their order is that of ``needles`` reversed."""
+    places = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
+    for place, needle in zip(places, needles, strict=True):
+        lines.insert(place, needle)
+    return "\n".join(lines)
+
+
+def _chain(rng: random.Random, size: int, letters: int) -> Question:
+    """A number and five variables that it is assigned to, one from the other."""
+    hops = 4
+    names: list[str] = []
+    while len(names) <= hops:
+        name = "".join(rng.choices(string.ascii_uppercase, k=letters))
+        names += [] if name in names else [name]
+    value = rng.randrange(10000, 99999)
+    chain = [f"VAR {names[0]} = {value}"]
+    chain += [f"VAR {new} = VAR {old} " for old, new in itertools.pairwise(names)]
+    lines = [NOISE] * size
+    for moved, place in enumerate(sorted(rng.sample(range(size), len(chain)))):
+        lines.insert(place + moved, chain[moved])
+    settings = {"context": "\n".join(lines), "query": value, "number": hops + 1}
+    return _question("variable_tracking", names, **settings)
+
+
+def shot(rng: random.Random, size: int) -> str:
+    """A worked example of variable tracking with ``size`` lines of noise."""
+    made = _chain(rng, size, letters=3)
+    return f"{made.prompt}{made.answer_prefix} {' '.join(made.answers)}\n"
+
+
+def _variable_tracking(rng: random.Random, size: int, scope: Scope) -> Question:
+    example = shot(rng, scope.shot_size)
+    made = _chain(rng, size, letters=5)
+    return dataclasses.replace(made, prompt=f"{example}\n{made.prompt}")
+
+
+def _word_list(rng: random.Random, size: int, common: int, uncommon: int) -> Question:
+    """A numbered list of words, ten of which come ``common`` times and the others ``uncommon``."""
+    pool = words()
+    drawn = rng.sample(pool, size) if size <= len(pool) else _pairs(rng, size)
+    listed = drawn[:10] * common + drawn[10:] * uncommon
+    rng.shuffle(listed)
+    context = " ".join(f"{number}. {word}" for number, word in enumerate(listed, start=1))
+    return _question("common_words_extraction", drawn[:10], context=context)
+
+
+def _common_words(rng: random.Random, size: int, scope: Scope) -> Question:
+    small = scope.length < SHORT
+    shot = _word_list(rng, 20, 3, 1) if small else _word_list(rng, 40, 10, 3)
+    made = _word_list(rng, size, 6, 1) if small else _word_list(rng, size, 30, 3)
+    answer = " ".join(f"{number}. {word}" for number, word in enumerate(shot.answers, start=1))
+    prompt = f"{shot.prompt}{shot.answer_prefix} {answer}\n{made.prompt}"
+    return dataclasses.replace(made, prompt=prompt)
+
+
+def _frequent_words(rng: random.Random, size: int, scope: Scope) -> Question:
+    """Words of six letters by a zeta law with exponent 2, the most frequent written as dots."""
+    count = max((scope.length - KINDS["freq_words_extraction"].max_new_tokens) // 50, 4)
+    coded: set[str] = set()
+    while len(coded) < count:
+        coded.add("".join(rng.choices(string.ascii_lowercase, k=6)))
+    vocabulary = sorted(coded)
+    rng.shuffle(vocabulary)
+    vocabulary[0] = "..."
+    listed = [
+        word
+        for rank, word in enumerate(vocabulary, start=1)
+        for _ in range(int(size * rank**-2.0 / ZETA_2))
+    ]
+    rng.shuffle(listed)
+    return _question("freq_words_extraction", vocabulary[1:4], context=" ".join(listed))
+
+
+def _documents(task: str) -> Task:
+    def make(rng: random.Random, size: int, scope: Scope) -> Question:
+        query, answers, texts = scope.documents[task].example(rng, scope.seed, size)
+        context = "\n\n".join(f"Document {at}:\n{text}" for at, text in enumerate(texts, start=1))
+        return _question("qa", answers, context=context, query=query)
+
+    return Task(make, 1)
+
+
+QA = ("qa_1", "qa_2")  # SQuAD's and HotpotQA's questions
+TASKS = {
+    "niah_single_1": _niah("noise", "words", "numbers"),
+    "niah_single_2": _niah("essay", "words", "numbers"),
+    "niah_single_3": _niah("essay", "words", "uuids"),
+    "niah_multikey_1": _niah("essay", "words", "numbers", num_keys=4),
+    "niah_multikey_2": _niah("needle", "words", "numbers"),
+    "niah_multikey_3": _niah("needle", "uuids", "uuids"),
+    "niah_multivalue": _niah("essay", "words", "numbers", num_values=4),
+    "niah_multiquery": _niah("essay", "words", "numbers", queries=4),
+    "vt": Task(_variable_tracking, 8),
+    "cwe": Task(_common_words, 12),
+    "fwe": Task(_frequent_words, 100),
+    **{task: _documents(task) for task in QA},
+}

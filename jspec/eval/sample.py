@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.eval.ruler import training_document
+from jspec.eval.ruler_bytes import training_document
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Policy
 from jspec.policies.prepare import sample_keys

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jspec.models.errors import on_one_line
+
 PATIENCE = 1.0  # seconds before a bar is shown
 
 
@@ -24,7 +26,7 @@ def loading(name: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda nbytes: None
         return
     bars, begin = _bars(), time.monotonic()
-    task = bars.add_task(f"loading {name}", total=total)
+    task = bars.add_task(f"loading {on_one_line(name)}", total=total)
     with contextlib.ExitStack() as shown:
 
         def advance(nbytes: int) -> None:

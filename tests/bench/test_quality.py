@@ -8,7 +8,7 @@ from bench import quality
 from bench.real import check
 from bench.settings import Settings
 from jspec.eval.evaluate import Score
-from jspec.eval.ruler import TASKS
+from jspec.eval.ruler_bytes import TASKS
 from jspec.policies import Dense, Hata, Streaming
 
 READ, DRAFT = quality.READING, quality.DRAFTING

@@ -14,21 +14,15 @@ from jspec.cli import eval as command
 from jspec.decode.draft import NoDraft, SelfDraft
 from jspec.decode.stats import Stats
 from jspec.eval import evaluate as module
-from jspec.eval import heatmap, ruler
+from jspec.eval import heatmap
 from jspec.eval.evaluate import GAMMA, Run, budget_of, evaluate, evaluate_all, with_budget
-from jspec.eval.questions import (
-    Asked,
-    Question,
-    fitted,
-    needle_question,
-    ruler_questions,
-    tokenized_questions,
-)
-from jspec.eval.ruler import TASKS
+from jspec.eval.fitting import fitted, needle_question, ruler_bytes_questions, ruler_questions
+from jspec.eval.questions import Asked, Question, tokenized_questions
+from jspec.eval.ruler_bytes import TASKS
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Dense, ExactTopK, Quest, Streaming
 from tests.conftest import OF_BYTES, make_decoder
-from tests.eval.test_ruler import solve
+from tests.eval.test_ruler_bytes import solve
 from tests.models import tokenizers
 
 LENGTH = 1600
@@ -50,26 +44,28 @@ def merging(tmp_path) -> Tokenizer:
 @pytest.mark.parametrize("kind", ["bytes", "merging"])
 def test_questions_fill_their_length_with_room_for_the_answer(kind, tokenizer, merging):
     use = tokenizer if kind == "bytes" else merging
-    asked = ruler_questions(use, ruler.TASKS, 3000, 1, seed=4)
-    assert [x.question.task for x in asked] == list(ruler.TASKS)
+    asked = ruler_bytes_questions(use, TASKS, 3000, 1, seed=4)
+    assert [x.question.task for x in asked] == list(TASKS)
     for one in asked:
         answer = use.encode(" ".join(one.question.answers), special=False)
         assert len(answer) < one.room
         assert 2700 < len(one.prompt) + one.room <= 3000
-        assert solve(one.question.prompt.decode()) == list(one.question.answers)
+        assert solve(one.question.prompt) == list(one.question.answers)
 
 
 def test_a_length_without_room_is_refused(tokenizer):
     with pytest.raises(ValueError, match="length=900 tokens are too few"):
-        ruler_questions(tokenizer, ["single_needle"], 900, 1)
+        ruler_bytes_questions(tokenizer, ["single_needle"], 900, 1)
+    with pytest.raises(ValueError, match="length=900 tokens are too few"):
+        ruler_questions(tokenizer, ["niah_single_1"], 900, 1)
     with pytest.raises(ValueError, match="length=8 must be more than the 8 tokens"):
-        tokenized_questions(tokenizer, [Question("t", b"x", ("y",))], 8, 8)
+        tokenized_questions(tokenizer, [Question("t", "x", ("y",))], 8, 8)
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_a_needle_lies_at_its_depth(depth, tokenizer):
     one = needle_question(tokenizer, 4000, depth, 3)
-    text = one.question.prompt.decode()
+    text = one.question.prompt
     haystack = text[: text.index("Question: ")]
     line = next(x for x in haystack.splitlines(keepends=True) if one.question.answers[0] in x)
     before = haystack.index(line)
@@ -78,7 +74,7 @@ def test_a_needle_lies_at_its_depth(depth, tokenizer):
 
 
 def test_the_middle_of_a_long_prompt_is_left_out(tokenizer):
-    prompt = bytes(range(65, 91))
+    prompt = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     (one,) = tokenized_questions(tokenizer, [Question("t", prompt, ("y",))], 14, 4)
     whole = tokenizer.encode(prompt)
     assert list(one.prompt) == [*whole[:5], *whole[-5:]]
@@ -110,7 +106,7 @@ def model():
 
 
 def test_right_answers_score_100_and_the_first_line_alone_counts(monkeypatch, tokenizer, model):
-    questions = ruler_questions(tokenizer, ruler.TASKS, LENGTH, 3)
+    questions = ruler_bytes_questions(tokenizer, TASKS, LENGTH, 3)
 
     def say(text):
         right = " ".join(solve(text))
@@ -123,7 +119,7 @@ def test_right_answers_score_100_and_the_first_line_alone_counts(monkeypatch, to
 
     calls = oracle(monkeypatch, tokenizer, say)
     score = evaluate(model, tokenizer, Quest(), questions, length=LENGTH, batch=5)
-    expected = dict.fromkeys(ruler.TASKS, 100.0)
+    expected = dict.fromkeys(TASKS, 100.0)
     expected |= {"single_needle": 0.0, "multikey_words": 0.0, "frequent_words": 200 / 3}
     assert score.scores == pytest.approx(expected)
     assert score.score == pytest.approx(np.mean(list(expected.values())))
@@ -135,7 +131,7 @@ def test_right_answers_score_100_and_the_first_line_alone_counts(monkeypatch, to
 
 def test_policies_draft_where_that_is_asked_for(monkeypatch, tokenizer, model):
     calls = oracle(monkeypatch, tokenizer, lambda text: "x" * 2000)
-    questions = ruler_questions(tokenizer, ["multikey_uuids"], LENGTH, 1)
+    questions = ruler_bytes_questions(tokenizer, ["multikey_uuids"], LENGTH, 1)
     score = evaluate(model, tokenizer, Quest(), questions, length=LENGTH, drafts=True)
     assert calls[0][1]["draft"] == SelfDraft(Quest())
     assert "target" not in calls[0][1]
@@ -153,7 +149,7 @@ def test_policies_share_a_prefill(monkeypatch, tokenizer, model):
 
     monkeypatch.setattr(module, "start_decoding", start)
     calls = oracle(monkeypatch, tokenizer, lambda text: " ".join(solve(text)) + "\n")
-    questions = ruler_questions(tokenizer, ["single_needle"], LENGTH, 3)
+    questions = ruler_bytes_questions(tokenizer, ["single_needle"], LENGTH, 3)
     runs = [Run(Quest()), Run(Streaming(), drafts=True)]
     settings = {"length": LENGTH, "batch": 2, "on_batch": heard.append}
     scores = evaluate_all(model, tokenizer, runs, questions, **settings)
@@ -197,7 +193,7 @@ def test_the_shortest_question_is_asked_where_it_just_fits(tokenizer):
 
 
 def test_answers_to_questions_of_a_file_go_on_after_a_line_break(monkeypatch, tokenizer, model):
-    question = Question("summary", b"Tell the story.", ("one two",))
+    question = Question("summary", "Tell the story.", ("one two",))
     oracle(monkeypatch, tokenizer, lambda text: "one\ntwo\nthree")
     (asked,) = tokenized_questions(tokenizer, [question], LENGTH, 7)
     score = evaluate(model, tokenizer, Dense(), [asked], length=LENGTH)
@@ -210,8 +206,8 @@ def small(monkeypatch, model, tokenizer):
 
 
 def test_the_command_prints_json_and_tables(small, capsys):
-    asked = ["eval", "ruler", "--length", "1300", "--examples", "1", "--only", "single_needle"]
-    asked += ["--no-compile-cache", "--policy", "streaming"]
+    asked = ["eval", "ruler-bytes", "--length", "1300", "--examples", "1"]
+    asked += ["--only", "single_needle", "--no-compile-cache", "--policy", "streaming"]
     assert cli.main([*asked, "--budget", "64", "--json", "--answers"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["score"] == printed["scores"]["single_needle"] == 0.0  # random weights
@@ -222,7 +218,7 @@ def test_the_command_prints_json_and_tables(small, capsys):
     printed = capsys.readouterr()
     assert printed.err == ""  # no terminal, no bar
     title, *table = printed.out.splitlines()
-    assert title == "ruler, 1,300 tokens, drafts of each policy: percent right"
+    assert title == "ruler-bytes, 1,300 tokens, drafts of each policy: percent right"
     assert [line.split()[-1] for line in table[:3]] == ["mean", "accepted", "length"]
     assert [line.split()[0] for line in table[3:]] == ["streaming", "dense"]
 
@@ -252,18 +248,41 @@ def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
     asked = ["eval", str(tasks), "--length", "5200", "--examples", "1", "--max-new-tokens", "8"]
     monkeypatch.setattr(heatmap, "needles", lambda *args, **settings: np.eye(2, 4))
     with pytest.raises(SystemExit):
-        cli.main(["eval", "ruler", "--metric", "magic"])
+        cli.main(["eval", "ruler-bytes", "--metric", "magic"])
     assert cli.main([*asked, "--json"]) == 2
     assert "--length 5200 exceeds the model's context of 4096" in capsys.readouterr().err
     asked[3] = "1600"
     assert cli.main([*asked, "--no-compile-cache", "--json", "--heatmap", str(picture)]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert (printed["scores"], printed["metric"], printed["policy"]) == (
-        {"tasks": 0.0},
-        "recall",
-        "dense",
-    )
+    assert (printed["scores"], printed["policy"]) == ({"tasks": 0.0}, "dense")
+    assert printed["metrics"] == {"tasks": "recall"}
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_names_from_a_file_are_shown_as_they_are(small, capsys, tmp_path, monkeypatch):
+    """No markup, no emoji, and no control character reaches the terminal."""
+    monkeypatch.setenv("COLUMNS", "200")
+    names = ["[bold]x[/nope]", "code[draft]", ":smile:", "\x1b[31mRED\x1b]0;title\x07"]
+    file = tmp_path / "e[draft].jsonl"
+    file.write_text(
+        "".join(json.dumps({"task": x, "input": "a", "outputs": ["b"]}) + "\n" for x in names)
+    )
+    asked = ["eval", str(file), "--max-new-tokens", "2", "--length", "64", "--batch", "2"]
+    assert cli.main([*asked, "--no-compile-cache"]) == 0
+    shown = capsys.readouterr().out
+    for name in (*names[:3], r"\x1b[31mRED\x1b]0;title\x07", "e[draft].jsonl"):
+        assert name in shown
+    assert shown.replace("\n", "").isprintable()
+
+
+def test_many_tasks_are_a_line_each(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    tasks = [f"niah_multikey_{at}" for at in range(13)]
+    result = {"policy": "hata", "budget": None, "score": 50.0, "scores": dict.fromkeys(tasks, 50.0)}
+    Console().print(command._table([result] * 3, argparse.Namespace(draft=False)))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["policy", *["hata"] * 3]
+    assert [line.split() for line in lines[3:]] == [[task, *["50.0"] * 3] for task in tasks]
 
 
 def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
@@ -285,10 +304,12 @@ def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
         (["ruler", "--policy", "hata", "--budget", "8"], "policy hata: budget=8 must be at least"),
         (["ruler", "--budget", "few"], "--budget 'few' must be a whole number"),
         (["ruler", "--budget", "64"], "--budget goes with a --policy that has one"),
-        (["ruler", "--only", "niah"], "--only 'niah' is unknown; RULER's tasks are single_needle"),
+        (["ruler", "--only", "niah"], "--only 'niah' is unknown; tasks of ruler are niah_single_1"),
         (["ruler", "--length", "0"], "must be at least 1"),
-        (["ruler", "--length", "1000"], "are too few for a question; the shortest takes 10"),
+        (["ruler-bytes", "--length", "1000"], "are too few for a question; the shortest takes 10"),
         (["no/such.jsonl"], "no/such.jsonl"),
+        (["no/such.jsonl", "--only", "vt"], "--only goes with ruler or ruler-bytes"),
+        (["ruler", "--only", "qa_1"], "qa_1 needs --qa with the file of SQuAD"),
         (
             ["ruler", "--policy", "dense", "--policy", "quest", "--heatmap", "x.png"],
             "--heatmap takes one --policy",
@@ -304,7 +325,7 @@ def test_bad_arguments_are_one_line(arguments, message, capsys):
 
 def test_a_question_may_be_made_by_a_caller(tokenizer):
     def make(size: int) -> Question:
-        return Question("own", b"x" * size, ("yes",))
+        return Question("own", "x" * size, ("yes",))
 
     one = fitted(tokenizer, 2000, make)
     assert isinstance(one, Asked)

@@ -1,161 +1,227 @@
-"""RULER-kind tasks: answers are recomputed from the text by a parser of the test's own."""
+"""RULER's 13 tasks: answers are recomputed from the prompt, and forms are NVIDIA's."""
 
+import json
 import re
-import subprocess
-import sys
 from collections import Counter
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+import jspec
 from jspec.eval import ruler
-from jspec.eval.ruler_streams import ADJECTIVES, MAX_ASK_BYTES, MAX_LINE_BYTES, NOUNS
+from jspec.eval.fitting import ruler_questions
+from jspec.eval.jsonl import read_questions
+from jspec.eval.questions import Question, encoded, score, tokenized_questions
+from jspec.eval.ruler_documents import read_documents
+from jspec.models.chat import ChatTemplate
+from tests.models import tokenizers
 
-LENGTHS = st.integers(ruler.MIN_LENGTH, 6000)
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-def solve(text: str) -> list[str]:
-    """The answers to the question at the end of ``text``, from the lines before it."""
-    evidence, _, question = text.rpartition("Question: ")
-    if key := re.match(r"What is the access code of ([a-z-]+)\?", question):
-        return re.findall(rf"^The access code of {key[1]} is (\d{{7}})\.$", evidence, re.M)
-    if key := re.match(r"Where does record ([0-9a-f-]{36}) point\?", question):
-        return re.findall(rf"^Record {key[1]} points to ([0-9a-f-]{{36}})\.$", evidence, re.M)
-    if key := re.match(r"Which names hold (\d{5})\?", question):
-        moves = re.findall(r"^Put (\w{5}) into ([A-Z]{5})\.$", evidence, re.M)
-        holders = [key[1]]
-        for source, target in moves:
-            if source in holders:
-                holders.append(target)
-        return holders[1:]
-    key = re.search(r"in (log|list) ([a-z-]+)\?", question)
-    assert key is not None
-    rows = re.findall(rf"^{key[1].title()} {key[2]}: (.*)$", evidence, re.M)
-    counts = Counter(" ".join(rows).split())
-    top = [word for word, _ in counts.most_common(3 if key[1] == "log" else 10)]
-    return top if key[1] == "log" else sorted(top)
+LENGTH = 16384
+SYNTHETIC = [task for task in ruler.TASKS if task not in ruler.QA]
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    {},
+    "a test",
+)
 
 
-@pytest.mark.parametrize("name", ruler.TASKS)
-@settings(max_examples=25, deadline=None)
-@given(length=LENGTHS, seed=SEEDS)
-def test_answers_follow_from_the_prompt(name, length, seed):
-    example = ruler.make_task(name, length, seed)
-    assert len(example.prompt) + len(example.answer) <= length
-    assert solve(example.prompt.decode()) == [answer.decode() for answer in example.answers]
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """Of several bytes a token, which has spaces at the start of words."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return jspec.load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("name", ruler.TASKS)
-def test_long_examples_fill_their_length(name):
-    example = ruler.make_task(name, 32768, 0)
-    assert 32768 - 2 * MAX_ASK_BYTES < len(example.prompt) + len(example.answer) <= 32768
-    assert solve(example.prompt.decode()) == [answer.decode() for answer in example.answers]
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """Files in the forms of SQuAD and HotpotQA."""
+    folder = tmp_path_factory.mktemp("qa")
+    articles = []
+    for article in range(4):
+        paragraphs = []
+        for part in range(5):
+            fact = f"Fact {article}{part} is number-{article}{part}. " + "It is so. " * 20
+            asked = {"question": f"What is fact {article}{part}?", "is_impossible": False}
+            answers = [{"text": f"number-{article}{part}"}, {"text": f"{article}{part}"}]
+            never = {"question": "What is not?", "is_impossible": True, "answers": []}
+            paragraphs.append({"context": fact, "qas": [never, asked | {"answers": answers}]})
+        articles.append({"title": str(article), "paragraphs": paragraphs})
+    squad = folder / "squad.json"
+    squad.write_text(json.dumps({"version": "v2.0", "data": articles}))
+    items = [
+        {
+            "question": f"Who wrote book {item}?",
+            "answer": f"writer-{item}",
+            "context": [
+                [f"Book {item}", [f"Book {item} is by writer-{item}.", " It is long."]],
+                [f"Shelf {item}", ["It holds books. " * 30]],
+            ],
+        }
+        for item in range(8)
+    ]
+    hotpotqa = folder / "hotpotqa.json"
+    hotpotqa.write_text(json.dumps(items))
+    return dict(map(read_documents, (squad, hotpotqa)))
 
 
-@pytest.mark.parametrize("name", ruler.TASKS)
-def test_examples_are_deterministic_and_differ_by_seed(name):
-    assert ruler.make_task(name, 2048, 7) == ruler.make_task(name, 2048, 7)
-    assert ruler.make_task(name, 2048, 7) != ruler.make_task(name, 2048, 8)
+def words_in(text: str) -> Counter:
+    return Counter(re.findall(r"\d+\. (\S+)", text))
 
 
-@pytest.mark.parametrize("name", ["single_needle", "multikey_uuids"])
-def test_needles_lie_at_all_depths(name):
-    depths = []
-    for seed in range(200):
-        example = ruler.make_task(name, 4096, seed)
-        depths.append(example.prompt.index(example.answer) / len(example.prompt))
-    share, _ = np.histogram(depths, bins=4, range=(0, 1))
-    assert share.min() >= 25  # of 50 expected; p < 1e-5 for a uniform depth
-
-
-@settings(max_examples=100, deadline=None)
-@given(length=st.integers(ruler.MIN_LENGTH // 2, 8000), seed=SEEDS)
-def test_training_answers_follow_from_the_text_before(length, seed):
-    text, spans = ruler.training_document(length, np.random.default_rng(seed))
-    assert len(text) <= length
-    assert spans == sorted(spans)
-    asked = set()
-    for start, end in spans:
-        assert solve(text[:start].decode()) == text[start:end].decode().split(" ")
-        assert text[end : end + 2] == b".\n"
-        question = text[:start].rpartition(b"Question: ")[2]
-        assert question not in asked
-        asked.add(question)
-
-
-def test_training_documents_cover_all_kinds_and_often_end_with_a_question():
-    rng = np.random.default_rng(0)
-    documents = [ruler.training_document(16384, rng) for _ in range(60)]
-    asked = b"".join(text for text, _ in documents)
-    for form in (b"What is", b"Where does", b"Which names", b"Which three", b"Which ten"):
-        assert asked.count(b"Question: " + form) >= 20
-    assert sum(bool(spans) and spans[-1][1] + 2 == len(text) for text, spans in documents) >= 55
-    assert np.mean([len(spans) for _, spans in documents]) >= 24
-    assert min(len(text) for text, _ in documents) > 15000
-
-
-def test_question_forms_are_those_of_training():
-    rng = np.random.default_rng(1)
-    trained = b"".join(ruler.training_document(16384, rng)[0] for _ in range(40)).decode()
-
-    def form(question: str) -> str:
-        return re.sub(
-            r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d{5}|[a-z]+-[a-z]+", "#", question
+def solve(task: str, question: Question) -> set[str]:
+    """The answers, from the prompt alone."""
+    prompt = question.prompt
+    if task.startswith("niah"):
+        facts = re.findall(
+            r"One of the special magic (?:numbers|uuids) for (\S+) is: (\S+)\.", prompt
         )
+        asked = prompt[prompt.rindex("\n") :]
+        return {value for key, value in facts if re.search(rf"\b{key}\b(?!-)", asked)}
+    if task == "vt":
+        own = prompt[prompt.rindex("Memorize and track") :]
+        (value,) = re.findall(r"assigned the value (\d{5}) in the text above", own)
+        names = set()
+        for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", own):
+            if source == value or source in names:
+                names.add(name)
+        return names
+    if task == "cwe":
+        counts = words_in(prompt[prompt.rindex("Below is a numbered list") :])
+        return {word for word, _ in counts.most_common(10)}
+    body = prompt.partition("coded words. ")[2].partition("\nQuestion")[0]
+    counts = Counter(word for word in body.split() if word != "...")
+    return {word for word, _ in counts.most_common(3)}
 
-    forms = set(map(form, re.findall(r"Question: .*\nAnswer: .*? (?:is|to|are) ", trained)))
-    for name in ruler.TASKS:
-        question = ruler.make_task(name, 4096, 0).prompt.decode().rpartition("Question: ")
-        assert form("".join(question[1:])) in forms
+
+@pytest.mark.parametrize("task", SYNTHETIC)
+def test_answers_follow_from_the_prompt(task, tokenizer):
+    first, second = ruler_questions(tokenizer, [task], LENGTH, 2, seed=5)
+    for asked in (first, second):
+        question = asked.question
+        assert question.task == task
+        assert set(question.answers) == solve(task, question)
+        assert LENGTH * 0.98 < len(asked.prompt) + asked.room <= LENGTH
+        assert score(question, " " + "\n".join(question.answers)) == 1
+    assert first.question.answers != second.question.answers
+    assert ruler_questions(tokenizer, [task], LENGTH, 1, seed=6)[0] == second
 
 
-def test_bounds_on_lines_and_questions_hold():
-    rng = np.random.default_rng(2)
-    longest = 0
-    for _ in range(60):
-        text, _ = ruler.training_document(8192, rng)
-        for match in re.finditer(rb"Question: .*\nAnswer: .*\n", text):
-            longest = max(longest, len(match[0]))
-        listed = [line for line in text.splitlines(keepends=True) if line[:3] in (b"Log", b"Lis")]
-        assert all(len(line) <= MAX_LINE_BYTES for line in listed)
-    name = max(map(len, ADJECTIVES)) + 1 + max(map(len, NOUNS))
-    assert longest <= MAX_ASK_BYTES
-    assert (
-        len("Question: Which ten words are most common in list ?\n")
-        + 2 * name
-        + len("Answer: The ten most common words in list  are .\n")
-        + 69
-        <= MAX_ASK_BYTES
+# Of NVIDIA's synthetic.yaml and constants.py: values a needle, needles, and tokens of an answer.
+NIAH = {
+    "niah_single_1": (1, 1),
+    "niah_single_2": (1, 1),
+    "niah_single_3": (1, 1),
+    "niah_multikey_1": (1, 4),
+    "niah_multivalue": (4, 4),
+    "niah_multiquery": (4, 4),
+}
+
+
+def test_the_forms_are_those_of_nvidia(tokenizer):
+    asked = {x.question.task: x for x in ruler_questions(tokenizer, SYNTHETIC, LENGTH, 1)}
+    for task, (answers, needles) in NIAH.items():
+        question = asked[task].question
+        assert len(question.answers) == answers
+        assert question.prompt.count("One of the special magic") == needles
+    rooms = {task: x.room for task, x in asked.items()}
+    assert (rooms["vt"], rooms["cwe"], rooms["fwe"], rooms["niah_single_1"]) == (30, 120, 50, 128)
+    assert asked["niah_multikey_2"].question.prompt.count("One of the special magic") > 100
+    one, many = (asked[x].question for x in ("niah_single_3", "niah_multiquery"))
+    assert one.prompt.startswith("A special magic uuid is hidden within the following text. Make")
+    assert re.search(
+        r"\nWhat is the special magic uuid for \S+ mentioned in the provided", one.prompt
     )
-    assert len("List : ") + name + 8 * 7 <= MAX_LINE_BYTES
-
-
-def test_a_custom_filler_is_the_haystack():
-    def filler(rng, size):
-        return b"x = 1\n" * (size // 6)
-
-    example = ruler.make_task("single_needle", 2048, 0, filler)
-    assert example.prompt.count(b"x = 1\n") > 200
-    text, _ = ruler.training_document(4096, np.random.default_rng(5), filler)
-    assert not any(sentence in text for sentence in ruler.SENTENCES)
-
-
-def test_unknown_names_and_short_lengths_are_refused():
-    with pytest.raises(ValueError, match="multikey_words"):
-        ruler.make_task("niah", 2048, 0)
-    with pytest.raises(ValueError, match="at least 1024"):
-        ruler.make_task("single_needle", 1023, 0)
-    with pytest.raises(ValueError, match="at least 512"):
-        ruler.training_document(100, np.random.default_rng(0))
-
-
-def test_no_jax_is_imported_by_the_tasks():
-    code = (
-        "import sys, importlib.util as u\n"
-        "import jspec.eval.ruler as r, jspec.eval.ruler_streams as s\n"
-        "assert not any('jax' in vars(m) for m in (r, s))\n"
+    assert re.fullmatch(
+        r" The special magic uuid for \S+ mentioned in the provided text is", one.answer_prefix
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    keys = r"\S+, \S+, \S+, and \S+"
+    assert many.prompt.startswith("Some special magic numbers are hidden within the following")
+    assert re.search(rf"\nWhat are all the special magic numbers for {keys} mentioned", many.prompt)
+    assert re.fullmatch(
+        rf" The special magic numbers for {keys} mentioned in the provided text are",
+        many.answer_prefix,
+    )
+    shot, _, own = asked["vt"].question.prompt.partition("\n\nMemorize")
+    assert re.search(
+        r"5 variables are assigned the value \d{5}, they are:  (\w{3} ){4}\w{3}$", shot
+    )
+    assert len(re.findall(r"VAR [A-Z]{5} = ", own)) == 5
+    assert asked["vt"].question.answer_prefix.endswith(
+        "5 variables are assigned the value "
+        + (re.findall(r"the value (\d+) in", own)[0] + ", they are: ")
+    )
+    listed = words_in(asked["cwe"].question.prompt.rpartition("Below is")[2])
+    assert Counter(listed.values())[30] == 10
+    assert set(listed.values()) == {3, 30}
+    (short,) = ruler_questions(tokenizer, ["cwe"], 4000, 1)
+    listed = words_in(short.question.prompt.rpartition("Below is")[2])
+    assert Counter(listed.values())[6] == 10
+    assert set(listed.values()) == {1, 6}
+
+
+@pytest.mark.parametrize("task", ruler.QA)
+def test_documents_hold_the_answer_once_or_repeat(task, documents, tokenizer):
+    for length in (1500, 6000):
+        for asked in ruler_questions(tokenizer, [task], length, 3, documents=documents):
+            question = asked.question
+            assert (asked.room, question.metric) == (32, "contains")
+            assert len(asked.prompt) + asked.room <= length
+            number = re.findall(r"(\d+)\?$", question.prompt)[0]
+            assert question.answers[0] == f"{'number' if task == 'qa_1' else 'writer'}-{number}"
+            assert f"{question.answers[0]}." in question.prompt
+            assert re.search(r"\n\nDocument 2:\n", question.prompt)
+            assert question.prompt.startswith("Answer the question based on the given documents.")
+            assert question.answer_prefix == " Answer:"
+            assert score(question, question.answers[-1]) == 1
+
+
+def test_files_that_have_no_questions_are_refused(tmp_path):
+    file = tmp_path / "qa.json"
+    for text, message in (
+        ("{}", "must be SQuAD's object with 'data', or HotpotQA's list"),
+        ("[]", "has no questions with answers"),
+        ('[{"question": 1, "answer": "x", "context": []}]', "is neither SQuAD's nor"),
+        ('{"data": [{"paragraphs": 3}]}', "is neither SQuAD's nor"),
+        ('{"data"', "is not valid JSON"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"qa\.json") as error:
+            read_documents(file)
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["base", "chat"])
+def test_a_prompt_ends_without_a_space(template, tokenizer):
+    """The answer brings its own, as the words of most vocabularies do."""
+    for task in SYNTHETIC:
+        (asked,) = ruler_questions(tokenizer, [task], 8192, 1, template=template)
+        text, question = tokenizer.decode(asked.prompt), asked.question
+        prefix = question.answer_prefix.rstrip(" ")
+        user = question.prompt if template is None else f"<user>{question.prompt}</user><assistant>"
+        assert text == user + prefix
+        assert not text.endswith(" ")
+
+
+def test_a_file_s_prompt_gets_the_template_where_its_benchmark_has_one(tokenizer, tmp_path):
+    few = {"input": "Type:", "context": "x", "answers": ["a"], "dataset": "trec"}
+    lines = [few | {"all_classes": ["a"]}, few | {"dataset": "passage_count"}]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    trec, count = read_questions(tmp_path / "own.jsonl")
+    decode = tokenizer.decode
+    assert decode(encoded(tokenizer, trec, TEMPLATE)) == trec.prompt
+    chat = f"<user>{count.prompt}</user><assistant>"
+    assert decode(encoded(tokenizer, count, TEMPLATE)) == chat
+    assert decode(encoded(tokenizer, count)) == count.prompt.removesuffix(" ")
+
+
+def test_the_middle_of_a_chat_is_left_out_and_not_its_template(tokenizer):
+    text = " ".join(map(str, range(500)))
+    question = Question("t", text, ("y",), answer_prefix=" So:")
+    (asked,) = tokenized_questions(tokenizer, [question], 200, 20, TEMPLATE)
+    shown = tokenizer.decode(asked.prompt)
+    assert shown.startswith("<user>0 1 2")
+    assert shown.endswith(" 498 499</user><assistant> So:")
+    assert 170 < len(asked.prompt) <= 180
+    with pytest.raises(ValueError, match="too few for the chat template"):
+        tokenized_questions(tokenizer, [question], 25, 20, TEMPLATE)

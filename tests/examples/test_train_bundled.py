@@ -32,7 +32,7 @@ from examples.train_bundled import (  # noqa: E402
 )
 from examples.train_bundled.licences import permissive_licence  # noqa: E402
 from examples.train_bundled.plan import FULL, SMOKE, parse_stages  # noqa: E402
-from jspec.eval import ruler  # noqa: E402
+from jspec.eval import ruler_bytes  # noqa: E402
 from jspec.models.decoder import Decoder  # noqa: E402
 
 CONFIG = SMOKE.config
@@ -220,7 +220,7 @@ def test_export_quantises_within_half_a_step_and_reads_back(tmp_path):
 
 def test_sheets_score_answers_byte_by_byte():
     sheet = evaluate.make_sheet("variable_tracking", 1024, 3)
-    example = ruler.make_task("variable_tracking", 1024, 0)
+    example = ruler_bytes.make_task("variable_tracking", 1024, 0)
     for answer, (first, last) in zip(example.answers, sheet.spans[0], strict=True):
         assert bytes(sheet.tokens[0, 1 + first : 1 + last].astype(np.uint8)) == answer
     wrong = sheet.spans[1][2][0]
@@ -325,7 +325,7 @@ def test_smoke_run_and_its_continuation(tmp_path):
     assert second["steps"] > first["steps"] > 0
     assert (first["share"], second["share"]) == (0.5, 1.0)
     assert [len(record["invocations"]) for record in (first, second)] == [1, 2]
-    assert set(second["evaluation"]["tasks"]) == set(ruler.TASKS)
+    assert set(second["evaluation"]["tasks"]) == set(ruler_bytes.TASKS)
     files = {path.name for path in (tmp_path / "two").iterdir()} - {"loss.png"}
     assert files == {
         "MODEL_CARD.md",
