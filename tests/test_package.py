@@ -46,7 +46,7 @@ def imported(folder: Path) -> set[str]:
 def test_every_dependency_is_imported_and_every_import_is_a_dependency(project):
     needed = names(project["project"]["dependencies"])
     extras = project["project"]["optional-dependencies"]
-    optional = names([*extras["cuda13"], *extras["bench"]]) | {"triton"}
+    optional = names([*extras["cuda13"], *extras["bench"], *extras["eval"]]) | {"triton"}
     imports = imported(ROOT / "jspec")
     assert needed <= imports
     assert imports <= needed | optional
