@@ -184,5 +184,5 @@ def test_a_model_without_ropes_is_refused():
     class NoAngles:
         config = types.SimpleNamespace(layers=[SPEC])
 
-    with pytest.raises(ValueError, match=r"config\.ropes .* which Own does not; use positions="):
+    with pytest.raises(ValueError, match=r"config\.ropes .* which NoAngles does not; use"):
         prepare_params(Streaming(positions="window"), NoAngles())
