@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +33,13 @@ SYNC_TOKENS = 64  # tokens per pass of a drafter with a model that is synced aft
 LATELY = 16  # chunks over which the share of rows that end is averaged
 
 
+class Prompts(NamedTuple):
+    """Prompts that were given to the device at ``begin``; ``ready`` is an array made after them."""
+
+    ready: Array
+    begin: float
+
+
 @dataclasses.dataclass
 class Chunk:
     """A chunk of steps that was given to the device.
@@ -42,10 +50,10 @@ class Chunk:
         choice: What chose the gamma, None where it is fixed.
         begin: When it was given to the device.
         compiled: Seconds of compiling by then.
-        prompts: An array that is ready once the prompts before it are prefilled, None without any.
+        prompts: The prompts before it, None without any.
         filled: Rows that other requests fill after it, so that none of them idles.
         requests: The request of each row in it, None where its tokens are dropped.
-        read: The record on the host, None until it was read.
+        is_timed: Whether it is known when it ended.
     """
 
     record: StepRecord
@@ -53,10 +61,10 @@ class Chunk:
     choice: GammaChoice | None
     begin: float
     compiled: float
-    prompts: Array | None = None
+    prompts: Prompts | None = None
     filled: set[int] = dataclasses.field(default_factory=set)
     requests: list[Request | None] = dataclasses.field(default_factory=list)
-    read: StepRecord | None = None
+    is_timed: bool = True
 
 
 class Chunks:
@@ -67,7 +75,7 @@ class Chunks:
 
     Attributes:
         programs: Runs the jitted functions, and counts compiling.
-        seconds: What `clock` measured by name, without compiling.
+        seconds: Seconds of the device in prefill and in steps, without compiling.
         last_s: Seconds of the last finished chunk.
         paces: int32 ``[B]``: tokens that each row commits in a chunk, by the last one.
         together: As in `RowAcceptance`.
@@ -89,12 +97,10 @@ class Chunks:
         self._ending = 0.0  # share of rows that ended in each of the last chunks
         self._rested = 0  # steps since the drafter last drafted
         self.is_shared = is_shared(options.models.target)
-        self._is_timed = True  # whether the end of the running chunk can be timed
         self._at_work: list[Chunk] = []  # that were started and not finished
         self._acceptance: RowAcceptance | None = None  # what they accepted, where that is asked for
-        self._clocked = 0.0  # until when the last clock ran
-        self._finished = 0.0  # when the last chunk did
-        self._prompts: Array | None = None  # ready once the prompts before the next chunk are
+        self._finished = 0.0  # until when the time of the device is in ``seconds``
+        self._prompts: Prompts | None = None  # before the next chunk
 
     def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
         """Whether the next chunk is to start before the running one is finished.
@@ -121,31 +127,26 @@ class Chunks:
         return not waiting or bool(ending * self.last_s < HOST_SECONDS)
 
     @contextlib.contextmanager
-    def clock(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to ``seconds``, without compiling.
-
-        While a chunk runs, the time since the last clock is added, too.
-        """
-        begin = self._clocked if self._at_work else self._now()
+    def clock_prefill(self) -> Iterator[None]:
+        """Counts the time spent inside as prefill; no chunk may run."""
+        begin = self._now()
         try:
             yield
         finally:
-            self._clocked = self._now()
-            self.seconds[name] += self._clocked - begin
+            self._add_time("prefill_s", begin)
 
-    def clock_of_prompts(self) -> contextlib.AbstractContextManager[None]:
-        """The clock of prompts that are given to the device; none while a chunk runs."""
-        return contextlib.nullcontext() if self._at_work else self.clock("prefill_s")
+    def follow(self, prefill: Callable[[], Array]) -> None:
+        """Have the next chunk follow prompts.
 
-    def follow(self, prompts: Array) -> None:
-        """Have the next chunk follow ``prompts``, an array that is ready when they are."""
-        self._prompts = prompts
+        ``prefill()`` gives them to the device, and returns an array that is ready when they are.
+        """
+        begin = self._now() if self._prompts is None else self._prompts.begin
+        self._prompts = Prompts(prefill(), begin)
 
     def wait_for_prompts(self) -> None:
         """Wait for prompts that no chunk follows yet."""
         if self._prompts is not None:
-            with self.clock("prefill_s"):
-                jax.block_until_ready(self._prompts)
+            self._finish_prompts(self._prompts)
             self._prompts = None
 
     def resume(self, chunk: Chunk) -> None:
@@ -154,10 +155,11 @@ class Chunks:
         If the chunk ended meanwhile, its time is unknown. Then it counts as long as the one before
         it, at most, and the next one is timed again.
         """
-        away = self._now() - self._clocked
+        now = self._now()
+        away = now - max(chunk.begin, self._finished)
         if away > self.last_s and _is_ready(chunk.record.packed):
-            self._clocked += away - self.last_s
-            self.last_s, self._is_timed = math.inf, False
+            chunk.begin, chunk.is_timed = now - self.last_s, False
+            self.last_s = math.inf
 
     def renew(self, rows: list[int]) -> None:
         """Other requests fill ``rows``, after all running chunks."""
@@ -185,9 +187,8 @@ class Chunks:
             config = options.gammas.configs[gamma]
             state = self._awake(state, config)
         prompts, self._prompts = self._prompts, None
-        with self.clock("decode_s" if prompts is None or self._at_work else "prefill_s"):
-            begin = self._now()
-            state, record = self._chunk(state, config)
+        begin = self._now()
+        state, record = self._chunk(state, config)
         chunk = Chunk(record, config.gamma, choice, begin, self.programs.compile_s, prompts)
         self._at_work.append(chunk)
         return state, chunk
@@ -195,19 +196,14 @@ class Chunks:
     def finish(self, chunk: Chunk) -> StepRecord:
         """The record of the earliest running chunk, copied to the host: all that is read of it."""
         # Where prompts are ready already, it is unknown since when: their time counts as steps.
-        is_alone = chunk.prompts is None or not _is_ready(chunk.prompts)
+        is_alone = chunk.prompts is None or not _is_ready(chunk.prompts.ready)
         if chunk.prompts is not None and is_alone:
-            with self.clock("prefill_s"):
-                jax.block_until_ready(chunk.prompts)
-            self._finished = self._clocked
-        with self.clock("decode_s"):
-            record = jax.device_get(chunk.record)
+            self._finish_prompts(chunk.prompts)
+        record = jax.device_get(chunk.record)
         del self._at_work[:1]
-        seconds = self._clocked - max(chunk.begin, self._finished)
-        self._finished = self._clocked
+        seconds = self._add_time("decode_s", chunk.begin)
         # If a program was compiled meanwhile, it is unknown when the chunk ended.
-        is_measured = self._is_timed and self.programs.compile_s == chunk.compiled
-        self._is_timed = True
+        is_measured = chunk.is_timed and self.programs.compile_s == chunk.compiled
         if is_measured:
             self.last_s = seconds
         self._watch_rows(record, chunk.filled)
@@ -215,6 +211,21 @@ class Chunks:
             chunk, record, seconds / self.options.steps if is_measured and is_alone else None
         )
         return record
+
+    def _finish_prompts(self, prompts: Prompts) -> None:
+        jax.block_until_ready(prompts.ready)
+        self._add_time("prefill_s", prompts.begin)
+
+    def _add_time(self, name: str, begin: float) -> float:
+        """Add, and return, the seconds of what was given to the device at ``begin`` and just ended.
+
+        The device began it then, or when it had finished what was given to it before.
+        """
+        now = self._now()
+        seconds = now - max(begin, self._finished)
+        self.seconds[name] += seconds
+        self._finished = now
+        return seconds
 
     def _learn(self, chunk: Chunk, record: StepRecord, a_step: float | None) -> None:
         """Pass a chunk to what chooses gammas; ``a_step``: seconds of a step, None if unknown."""
@@ -278,10 +289,9 @@ class Chunks:
             # No row lacks more than it holds, whatever rows came and went.
             self._rested = min(self._rested + self.options.steps, state.tokens.shape[1])
             return state
-        with self.clock("decode_s"):
-            while self._rested > 0:
-                state = self._synced(state)
-                self._rested -= SYNC_TOKENS
+        while self._rested > 0:
+            state = self._synced(state)
+            self._rested -= SYNC_TOKENS
         self._rested = 0
         return state
 

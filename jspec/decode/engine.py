@@ -24,7 +24,7 @@ from jspec.decode.slot_prefill import SlotPrefill
 from jspec.decode.state import Models
 from jspec.decode.stats import Stats
 from jspec.sharding import bytes_on_device, put
-from jspec.typing import Model
+from jspec.typing import Array, Model
 
 # Bytes of weights up to which a pass of 2048 tokens takes a GPU about as long as its host needs to
 # launch one.
@@ -170,19 +170,20 @@ class Engine:
         ids, ended = ids.astype(np.int32), ()
         if self._scheduler.prefill.has(ids):
             return ended
+        prefill = self._scheduler.prefill
+
+        def prefill_piece() -> Array:
+            prefill.advance(row)
+            return prefill.mark(self._runner.state, row)
+
         with self._device_work():
-            row = self._scheduler.prefill.prefix(ids)
-        while True:
-            with self._device_work():
-                self._runner.settle()
-                with self._runner.chunks.clock("prefill_s"):
-                    self._scheduler.prefill.advance(row)
-                    jax.block_until_ready((row.cache, row.drafter_state))
-            if not row.left:
-                break
+            row = prefill.prefix(ids)
+            self._runner.chunks.follow(prefill_piece)
+        while row.left:
             ended += self.step()
-        with self._device_work():
-            self._scheduler.prefill.share(row)
+            with self._device_work():
+                self._runner.chunks.follow(prefill_piece)
+        prefill.share(row)
         self._prefix_tokens += len(ids)
         return ended
 
@@ -217,8 +218,7 @@ class Engine:
         """
         with self._device_work():
             if self._scheduler.can_prefill:
-                with self._runner.chunks.clock_of_prompts():
-                    self._runner.chunks.follow(self._scheduler.prefill_prompts())
+                self._runner.chunks.follow(self._scheduler.prefill_prompts)
             return self._runner.decode(waiting=self._scheduler.busy)
 
     def warm_up(self) -> None:

@@ -123,7 +123,7 @@ def generate(
     way_out = "give fewer prompts at a time, shorten them, lower max_new_tokens"
     try:
         with memory_errors(size, way_out):
-            with runner.chunks.clock("prefill_s"):
+            with runner.chunks.clock_prefill():
                 if prefilled is None:
                     longest = max(map(len, ids))
                     state = start_decoding(

@@ -139,16 +139,10 @@ class Runner:
             self._start()
         return self._read()
 
-    def settle(self) -> None:
-        """Wait for the running chunks; `decode` passes on their tokens later."""
-        for chunk in self._running:
-            self._record_of(chunk)
-
     def resume(self) -> None:
         """Keep the caller's time since the last step out of that of a chunk that had ended."""
         for chunk in self._running:
-            if chunk.read is None:
-                self.chunks.resume(chunk)
+            self.chunks.resume(chunk)
 
     def close(self) -> None:
         """Free the slots and the memory of the device."""
@@ -168,8 +162,7 @@ class Runner:
         capacity = state.tokens.shape[1]
         if (reach := self._reach(1)) > capacity:
             capacity = rounded_capacity(min(max(reach, 2 * capacity), self._reach(math.inf)))
-            with self.chunks.clock("decode_s"):
-                state = grow_capacity(state, capacity, self.chunks.options.config)
+            state = grow_capacity(state, capacity, self.chunks.options.config)
         state, chunk = self.chunks.start(state, self._left())
         chunk.requests = list(self.slots)
         self.state = dataclasses.replace(state, mode=mode)
@@ -215,7 +208,7 @@ class Runner:
     def _read(self) -> tuple[Request, ...]:
         """Pass on the tokens of the earliest running chunk; returns the requests that it ended."""
         chunk = self._running[0]
-        record = self._record_of(chunk)
+        record = self.chunks.finish(chunk)
         others = [slot for slot in range(len(self.slots)) if slot not in chunk.filled]
         self._is_done[others] = record.done[-1][others]
         live = {slot: request for slot, request in enumerate(chunk.requests) if request is not None}
@@ -229,12 +222,6 @@ class Runner:
         for request in ended:
             self.remove(request)
         return ended
-
-    def _record_of(self, chunk: Chunk) -> StepRecord:
-        """The record of the earliest running chunk; waits for it once."""
-        if chunk.read is None:
-            chunk.read = self.chunks.finish(chunk)
-        return chunk.read
 
     def _pass_on(self, live: dict[int, Request], record: StepRecord) -> None:
         """Give each live request its new tokens, up to where its callback ends it."""

@@ -108,7 +108,7 @@ class Scheduler:
             state = prefill.insert(self._runner.state, slot, request.params)
             self._fill(state, [slot], [request])
             self._incoming = None
-        return prefill.mark(self._runner.state)
+        return prefill.mark(self._runner.state, prefill.row)
 
     def _prefill_short(self, spent: int, limit: int, *, overtaking: bool = False) -> int:
         """Prefill the short prompts that are next in the queue, up to ``limit`` tokens of a step.

@@ -113,9 +113,9 @@ class SlotPrefill:
             run=self._programs,
         )
 
-    def mark(self, state: DecodeState) -> Array:
-        """An array of its own that is ready once ``state`` and the current prompt are."""
-        return self._programs(_sum_of, state.done, self.row.cache.lengths)
+    def mark(self, state: DecodeState, row: Row) -> Array:
+        """An array of its own that is ready once ``state`` and ``row`` are."""
+        return self._programs(_sum_of, state.done, row.cache.lengths)
 
     def warmed(self, state: DecodeState) -> DecodeState:
         """``state``, which is donated, with every program compiled.
@@ -130,7 +130,7 @@ class SlotPrefill:
             for size in self._sizes:
                 for rows in {1, self._max_rows(size)}:
                     state = self._prefilled(state, size, rows, (), (), ())
-        self.mark(state)
+        self.mark(state, self.row)
         return state
 
     # --- short prompts ----------------------------------------------------------------------------

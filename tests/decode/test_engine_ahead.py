@@ -6,6 +6,7 @@ import math
 import weakref
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -301,14 +302,14 @@ def test_no_request_is_referenced_while_a_chunk_is_at_work_for_nobody(engine, wa
 
 
 def test_a_prefix_is_shared_while_a_chunk_is_ahead(engine, watch, alone):
-    """It waits for the chunk, whose tokens come in the next turn."""
+    """It is prefilled after the chunk, whose tokens come in the next step."""
     observed = watch(math.inf)
     first = engine.submit(TEXTS[0], LONG)
     engine.step()
     engine.step()
     assert observed.at_work[-1] == 1
     engine.share_prefix(TEXTS[3][:9])
-    assert observed.at_work[-1] == 0
+    assert observed.at_work[-1] == 1
     assert len(first.tokens) == 8
     second = engine.submit(TEXTS[3], NEW)
     for new in ((12, 0), (16, 4)):
@@ -351,13 +352,15 @@ def test_prompts_that_a_chunk_follows_are_timed_apart(sharp, monkeypatch):
 
     monkeypatch.setattr(jax, "block_until_ready", reached)
 
+    def dispatched(prompts) -> Any:
+        now.seconds += 1
+        return prompts
+
     def start(ends):
         """A chunk after prompts that are there then."""
         if ends is not None:
-            with work.clock_of_prompts():
-                now.seconds += 1
-                is_ready = partial(lambda at: now.seconds >= at, ends)
-                work.follow(SimpleNamespace(is_ready=is_ready, ends=ends))  # pyright: ignore
+            is_ready = partial(lambda at: now.seconds >= at, ends)
+            work.follow(lambda: dispatched(SimpleNamespace(is_ready=is_ready, ends=ends)))
         result = work.start(None, np.ones(1))[1]  # pyright: ignore[reportArgumentType]
         choice = SimpleNamespace(saw=lambda *chunk: heard.append(chunk[1]), met=lambda counts: None)
         return dataclasses.replace(result, choice=choice)
@@ -384,6 +387,6 @@ def test_prompts_that_a_chunk_follows_are_timed_apart(sharp, monkeypatch):
     now.seconds += 5  # the caller's: it is 145
     assert finish(fifth, at=150) == (7, 43, 10)
     assert heard == [10 / steps, 10 / steps, 3 / steps, 10 / steps, None]
-    work.follow(SimpleNamespace(is_ready=lambda: False, ends=152))  # pyright: ignore
+    work.follow(lambda: dispatched(SimpleNamespace(is_ready=lambda: False, ends=152)))
     work.wait_for_prompts()
     assert work.seconds["prefill_s"] == 9
