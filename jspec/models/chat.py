@@ -16,10 +16,10 @@ from jspec.models.errors import CheckpointError
 from jspec.models.files import Fields, directory_of, read_json
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_vocabulary import read_vocabulary
+from jspec.models.special_tokens import SETTINGS, read_special_tokens
 from jspec.models.tokenizer import Tokenizer
 
 FILE = "chat_template.jinja"
-SETTINGS = "tokenizer_config.json"
 SIZE_LIMIT = 1 << 20
 
 Message = Mapping[str, Any]  # a role, a content, and what else the template reads
@@ -111,14 +111,15 @@ def load_chat_template(path: str | Path) -> ChatTemplate | None:
         template = _gguf_template(GGUFFile(stored))
         if template is not None:
             return template
-    file, settings = (directory_of(path) / name for name in (FILE, SETTINGS))
+    directory = directory_of(path)
+    file, settings = (directory / name for name in (FILE, SETTINGS))
     fields = Fields(read_json(settings) if settings.is_file() else {}, str(settings))
-    if file.is_file():
-        return ChatTemplate(_read(file), _special_tokens(fields), str(file))
-    source = _named_template(fields)
+    source, where = (
+        (_read(file), str(file)) if file.is_file() else (_named_template(fields), fields.source)
+    )
     if source is None:
         return None
-    return ChatTemplate(source, _special_tokens(fields), fields.source)
+    return ChatTemplate(source, read_special_tokens(directory).named, where)
 
 
 def _gguf_template(file: GGUFFile) -> ChatTemplate | None:
@@ -153,16 +154,6 @@ def _named_template(fields: Fields) -> str | None:
         if isinstance(item, dict) and item.get("name") == "default":
             return Fields(item, f"{fields.source}: chat_template").text("template")
     raise fields.error("chat_template must be a string or a list with one named default")
-
-
-def _special_tokens(fields: Fields) -> dict[str, str]:
-    """The tokens whose keys end in ``_token``: strings, or objects with a content."""
-    tokens = {}
-    for key, value in fields.values.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            tokens[key] = content
-    return tokens
 
 
 def _check(messages: Sequence[Message]) -> None:

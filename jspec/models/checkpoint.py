@@ -19,9 +19,10 @@ from flax import nnx
 from jspec.config import ModelConfig
 from jspec.models import mxfp4_experts, saved
 from jspec.models.decoder import Decoder
+from jspec.models.end_tokens import end_tokens
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
-from jspec.models.files import Fields, read_json
+from jspec.models.files import read_json
 from jspec.models.gguf_file import gguf_path
 from jspec.models.gguf_weights import GGUFWeights
 from jspec.models.joined import separate, separate_shapes
@@ -31,7 +32,6 @@ from jspec.ops.quantized import MXFP4
 from jspec.sharding import Placing, placed
 
 SETTINGS = "config.json"
-GENERATION = "generation_config.json"
 Read = Callable[[str, np.ndarray, Sequence[np.ndarray]], None]
 
 
@@ -124,11 +124,8 @@ def _load_hugging_face(
     source = path / SETTINGS
     values = read_json(source)
     config = model_config(values, source=str(source))
-    if (path / GENERATION).is_file():
-        # transformers stops generation at these, and instruct models list theirs only here.
-        generation = Fields(read_json(path / GENERATION), str(path / GENERATION))
-        stops = generation.tokens("eos_token_id", config.vocab_size)
-        config = dataclasses.replace(config, stop_tokens=stops or config.stop_tokens)
+    ends = end_tokens(path, config.stop_tokens, config.vocab_size)
+    config = dataclasses.replace(config, stop_tokens=ends)
     stored = family(config.family)
     quantization = quantization_of(values, str(source))
     weights = Weights(path, stored, quantization=quantization)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -163,17 +164,26 @@ class Fields:
         return tuple(dict.fromkeys(self._read(key, kind, valid, [])))
 
     def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them; none where the field is absent or null."""
+        """One token id or a list of them; none where the field is absent or null.
+
+        An id outside the vocabulary is skipped with a warning.
+        """
 
         def valid(value) -> bool:
             items = value if isinstance(value, list) else [value]
-            return len(items) <= STOP_LIMIT and all(
-                type(item) is int and 0 <= item < vocab_size for item in items
-            )
+            return len(items) <= STOP_LIMIT and all(type(item) is int for item in items)
 
-        kind = f"a token id below {vocab_size} or a list of at most {STOP_LIMIT}"
-        value = self._read(key, kind, valid, [])
-        return tuple(dict.fromkeys(value)) if isinstance(value, list) else (value,)
+        value = self._read(key, f"a token id or a list of at most {STOP_LIMIT}", valid, [])
+        ids = dict.fromkeys(value if isinstance(value, list) else [value])
+        inside = tuple(token for token in ids if 0 <= token < vocab_size)
+        if len(inside) < len(ids):
+            outside = [token for token in ids if token not in inside]
+            warnings.warn(
+                f"{self.source}: {_key(key)}={quoted(outside)} is outside the vocabulary of "
+                f"{vocab_size} and is skipped",
+                stacklevel=2,
+            )
+        return inside
 
 
 def _key(key: str) -> str:

@@ -11,6 +11,7 @@ from jspec.config import ModelConfig, RopeScaling
 from jspec.models.errors import quoted
 from jspec.models.families import model_config
 from jspec.models.files import Fields
+from jspec.models.gguf_vocabulary import NO_TOKEN
 from jspec.models.rope import rope_frequencies
 
 # The architecture that a file says, and the family that reads its fields.
@@ -90,7 +91,7 @@ def config_of(
 def _stops(general: Fields) -> list[int]:
     """The ends of a text, of a turn and of a message to a tool."""
     keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
-    return [general.count(key) for key in keys if general.has(key)]
+    return [general.count(key) for key in keys if general.get(key) not in NO_TOKEN]
 
 
 def _scaling(fields: Fields) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ ROLES = {
     "mask": "mask",
 }
 _ENDS = ("eos", "eot", "eom")
+NO_TOKEN = (None, -1, 2**32 - 1)  # as files write that they have no such token
 # Tokens that end a text or a turn wherever they are control tokens, as llama.cpp has them.
 END_NAMES = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> "
@@ -83,8 +84,11 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary | None:
     roles = {}
     for role in (*ROLES, "eot", "eom"):
         key = f"tokenizer.ggml.{role}_token_id"
-        # Files write -1, or 2**32 - 1, for none.
-        if fields.get(key) in (None, -1, 2**32 - 1):
+        if fields.get(key) in NO_TOKEN:
+            continue
+        if role in _ENDS:
+            ends = fields.tokens(key, len(tokens))
+            roles |= {role: ends[0]} if ends else {}
             continue
         roles[role] = fields.count(key)
         if roles[role] >= len(tokens):

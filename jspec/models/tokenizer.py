@@ -8,8 +8,9 @@ import json
 import operator
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as LibraryTokenizer
@@ -18,6 +19,8 @@ from jspec.models.errors import CheckpointError, on_one_line, quoted
 from jspec.models.files import directory_of, read_json
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_tokenizer import UnreadTokenizerError, tokenizer_fields
+from jspec.models.gguf_vocabulary import read_vocabulary
+from jspec.models.special_tokens import read_special_tokens
 from jspec.models.token_bytes import byte_alphabet, byte_decoder
 
 FILE_LIMIT = 64 << 20
@@ -36,12 +39,21 @@ class Tokenizer:
     Attributes:
         vocab_size: number of token ids.
         special_ids: the special tokens, which have no text, by id, as they are spelled.
+        special_tokens: special tokens by the name that the model's files give them, such as
+            ``{"eos_token": "</s>"}``.
         byte_level: whether id b is byte b, so that bytes that are not UTF-8 can be encoded.
     """
 
-    def __init__(self, library: LibraryTokenizer, values: dict[str, Any], content: bytes):
+    def __init__(
+        self,
+        library: LibraryTokenizer,
+        values: dict[str, Any],
+        content: bytes,
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._library = library
         self._content = content
+        self.special_tokens = dict(special_tokens)
         self.vocab_size = library.get_vocab_size(with_added_tokens=True)
         added = library.get_added_tokens_decoder()
         self._added = [token.content for token in added.values()]
@@ -161,7 +173,9 @@ class Tokenizer:
         return data[_leading(data, self._joined.leading) :]
 
     def save(self, path: str | Path) -> None:
-        """Write tokenizer.json, unchanged, into the model directory ``path``.
+        """Write tokenizer.json into the model directory ``path``.
+
+        It is the file as it was loaded, or one with the tokens that other files added to it.
 
         Raises:
             CheckpointError: the file cannot be written.
@@ -279,6 +293,9 @@ def _library_errors(message: str) -> Iterator[None]:
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model: that in a GGUF file, else the tokenizer.json of its directory.
 
+    Tokens that tokenizer_config.json, special_tokens_map.json or added_tokens.json add or call
+    special count as in transformers.
+
     A tokenizer is trusted as code is: with one that is made to do harm, the tokenizers library can
     run without end, fill the memory or abort the process (docs/checkpoints.md says what to do).
 
@@ -291,35 +308,59 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = directory_of(path) / "tokenizer.json"
     if (stored := gguf_path(path)) is not None:
+        metadata = GGUFFile(stored)
         try:
-            values = tokenizer_fields(GGUFFile(stored))
+            values = tokenizer_fields(metadata)
         except UnreadTokenizerError:
             if not file.exists():
                 raise
         else:
-            content = json.dumps(values, ensure_ascii=False).encode()
-            if len(content) > FILE_LIMIT:
-                raise CheckpointError(
-                    f"{stored}: its tokenizer takes {len(content)} bytes as JSON, more than the "
-                    f"{FILE_LIMIT} that it may"
-                )
-            return _made(values, content, stored)
+            return _gguf_tokenizer(metadata, values)
     if not file.exists():
         raise CheckpointError(f"{file} does not exist; a model directory holds a tokenizer.json")
     values, content = read_json(file, FILE_LIMIT), file.read_bytes()
     if not isinstance(values.get("model"), dict):
         raise CheckpointError(f"{file}: not a tokenizer (it has no model)")
-    return _made(values, content, file)
+    library = _library(content, file)
+    special_tokens = read_special_tokens(file.parent)
+    if special_tokens.add_to(library):
+        content = library.to_str().encode()
+    return _tokenizer(library, values, content, special_tokens.named, file)
 
 
-def _made(values: dict[str, Any], content: bytes, source: Path) -> Tokenizer:
+def _gguf_tokenizer(file: GGUFFile, values: dict[str, Any]) -> Tokenizer:
+    content = json.dumps(values, ensure_ascii=False).encode()
+    if len(content) > FILE_LIMIT:
+        raise CheckpointError(
+            f"{file.path}: its tokenizer takes {len(content)} bytes as JSON, more than the "
+            f"{FILE_LIMIT} that it may"
+        )
+    vocabulary = read_vocabulary(file)
+    named = {} if vocabulary is None else vocabulary.special_tokens()
+    return _tokenizer(_library(content, file.path), values, content, named, file.path)
+
+
+def _library(content: bytes, source: Path) -> LibraryTokenizer:
     try:
         with _library_errors("not a tokenizer"):
             library = LibraryTokenizer.from_str(content.decode("utf-8-sig"))
             # Prompts are neither cut nor padded, whatever the file says.
             library.no_truncation()
             library.no_padding()
-        return Tokenizer(library, values, content)
+        return library
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+
+
+def _tokenizer(
+    library: LibraryTokenizer,
+    values: dict[str, Any],
+    content: bytes,
+    special_tokens: Mapping[str, str],
+    source: Path,
+) -> Tokenizer:
+    try:
+        return Tokenizer(library, values, content, special_tokens)
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
 

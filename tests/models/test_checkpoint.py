@@ -64,16 +64,6 @@ def test_blocks_of_rows_are_joined(tmp_path):
     assert_equal(load_model(path), expected_of(path))
 
 
-def test_generation_config_has_the_stop_tokens(checkpoint):
-    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert load_model(checkpoint).config.stop_tokens == (5, 6)
-    (checkpoint / "generation_config.json").write_text("{}")
-    assert load_model(checkpoint).config.stop_tokens == (2,)
-    (checkpoint / "generation_config.json").write_text('{"eos_token_id": 99}')
-    with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id=99"):
-        load_model(checkpoint)
-
-
 # int8
 
 QUANTIZATION = {

@@ -124,6 +124,7 @@ PARTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* is outside the vocabulary:UserWarning")
 @pytest.mark.parametrize("count", COUNTS)
 def test_config(tmp_path, count):
     file = tmp_path / "config.json"

@@ -40,8 +40,8 @@ def read(fields: Fields) -> ModelConfig:
     refuse_unknown(text)
     fields.ignore(*_OF_IMAGES)
     tied = fields.boolean("tie_word_embeddings", config.tie_embeddings)
-    stops = fields.tokens("eos_token_id", config.vocab_size) or config.stop_tokens
-    return dataclasses.replace(config, tie_embeddings=tied, stop_tokens=stops)
+    stops = dict.fromkeys((*fields.tokens("eos_token_id", config.vocab_size), *config.stop_tokens))
+    return dataclasses.replace(config, tie_embeddings=tied, stop_tokens=tuple(stops))
 
 
 def tensor_name(name: str) -> str | None:
