@@ -4,9 +4,7 @@ Two mixes, after figures 9 and 11 of Yue et al. 2026: *reasoning*, short prompts
 and *long-context*, long prompts and short answers. Lengths are ragged, half above and below those
 of the case at most. Load: *full*, all requests at once, or Poisson arrivals at a share of the
 requests a second that plain decoding serves at full load, whatever is served by then (open loop).
-The bundled model answers real texts. Other models have true shapes and random weights, of which an
-acceptance is imposed that the paper states (`bench.profiles`): their tokens are checked first as
-they are, and then timed by a model whose verification accepts drafts so often (`bench.steered`).
+The bundled model answers real texts.
 """
 
 from __future__ import annotations
@@ -20,16 +18,13 @@ from typing import Any
 import numpy as np
 
 import jspec
-from bench import cases, profiles
+from bench import cases
 from bench.cases import Case
-from bench.decode.catalogue import MODELS
-from bench.decode.shapes import drawn
 from bench.drafters import ALL, PLAIN
 from bench.load import Load, PromptAndParams, arrivals, serve, step_seconds
 from bench.point import Row
 from bench.real import check
 from bench.settings import Settings
-from bench.steered import Steered
 from bench.suite import Benchmark, suite_of
 from bench.texts import texts
 from jspec.cli.compile_cache import keep_programs
@@ -39,13 +34,11 @@ MIXES = {"reasoning": (256, 1024), "long-context": (8192, 128)}  # prompt and ne
 SHARES = (0.5, 0.8)  # of the requests a second of plain decoding
 CHECKED = 4  # requests that are decoded alone as well, as many as `bench.real.check.ROWS`
 DRAFTS = ("ngram", "streaming", "vegas", "suffix>vegas")
-FROM_TEXT = ("ngram", "suffix", "suffix>vegas", "ngram>vegas")  # what they draft follows from it
 GAMMAS = ("usual", "auto", "1", "2", "4", "8", "16")
-# B: slots; S and new: tokens of a prompt and of its answer. 0 stands for the sizes of the mix,
-# three requests per slot, and all layers.
-DEFAULT: Case = {"model": "bundled", "mix": "reasoning", "B": 32, "S": 0, "new": 0, "requests": 0}
-DEFAULT |= {"gamma": "usual", "layers": 0}
-CHOICES = {"model": ("bundled", *MODELS), "mix": tuple(MIXES), "gamma": GAMMAS}
+# B: slots; S and new: tokens of a prompt and of its answer. 0 stands for the sizes of the mix, and
+# for three requests per slot.
+DEFAULT: Case = {"mix": "reasoning", "B": 32, "S": 0, "new": 0, "requests": 0, "gamma": "usual"}
+CHOICES = {"mix": tuple(MIXES), "gamma": GAMMAS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,8 +57,6 @@ class Serving(Benchmark):
         case = cases.parse(text, self.default, self.choices)
         prompt, new = MIXES[case["mix"]]
         case |= {"S": case["S"] or prompt, "new": case["new"] or new}
-        if case["model"] == "bundled" and case["layers"]:
-            raise ValueError(f"layers={case['layers']}: the bundled model has all of its layers")
         return case | {"requests": case["requests"] or 3 * case["B"]}
 
     def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
@@ -85,30 +76,24 @@ class Serving(Benchmark):
 class Trial:
     """A case: its model, its requests, and the answers of the first ones decoded alone.
 
-    ``steered``: the model by which loads are timed where acceptance is imposed, else None.
     ``rate``: requests a second of plain decoding at full load, once that is known.
     """
 
     case: Case
     model: jspec.Decoder
-    steered: Steered | None
     requests: list[PromptAndParams]
     alone: list[tuple[int, ...]]
     rate: float | None = None
 
     @classmethod
     def of(cls, case: Case) -> Trial:
-        if case["model"] == "bundled":
-            (model, _), steered = jspec.load_bundled(), None
-        else:
-            model = drawn(case["model"], case["layers"])
-            steered = Steered(model, profiles.rate_of(case["model"]))
-        requests = requests_of(case)
+        model, tokenizer = jspec.load_bundled()
+        requests = requests_of(case, tokenizer)
         alone = [
             jspec.generate(model, [prompt], params, draft=None).tokens[0]
             for prompt, params in requests[:CHECKED]
         ]
-        return cls(case, model, steered, requests, alone)
+        return cls(case, model, requests, alone)
 
     @property
     def capacity(self) -> int:
@@ -116,27 +101,16 @@ class Trial:
         return max(len(prompt) + params.max_new_tokens for prompt, params in self.requests)
 
     def rows(self, name: str, settings: Settings) -> Iterator[Row]:
-        """Yield a row for each load, full load first; its tokens are checked.
-
-        If acceptance is imposed, the first requests are checked with the model itself.
-        """
-        reason = None if settings.check else "not checked, so not timed"
-        if self.steered is not None and name in FROM_TEXT:
-            reason = "its drafts follow from the text, which random weights do not write"
-        if reason:
-            yield self._row(name, "full", {"reason": reason, "checked": None})
+        """Yield a row for each load, full load first; its tokens are checked."""
+        if not settings.check:
+            yield self._row(name, "full", {"reason": "not checked, so not timed", "checked": None})
             return
-        few = self.requests if self.steered is None else self.requests[:CHECKED]
         try:
-            full, engine = self._served(name, self.model, few)
-            checked = self._checked(full.tokens[:CHECKED])
-            if checked["checked"] and self.steered is not None:
-                del engine  # its memory is needed
-                gc.collect()
-                full, engine = self._served(name, self.steered, self.requests)
+            full, engine = self._served(name)
         except MemoryError as error:
             yield self._row(name, "full", {"reason": str(error), "checked": None})
             return
+        checked = self._checked(full.tokens[:CHECKED])
         if not checked["checked"]:
             yield self._row(name, "full", checked | {"reason": "its tokens are wrong"})
             return
@@ -163,19 +137,17 @@ class Trial:
         result = check.greedy(scorer, tokens, self.alone, exact=False)
         return {"checked": result["checked"], "check": result}
 
-    def _served(
-        self, name: str, model: jspec.Model, requests: Sequence[PromptAndParams]
-    ) -> tuple[Load, jspec.Engine]:
+    def _served(self, name: str) -> tuple[Load, jspec.Engine]:
         """The load of requests that all arrive at once, and the warmed-up engine."""
         engine = jspec.Engine(
-            model,
+            self.model,
             slots=self.case["B"],
             capacity=self.capacity,
             draft=jspec.named_draft(ALL[name]),
             gamma=self._gamma(name),
         )
         engine.warm_up()
-        return serve(engine, requests, np.zeros(len(requests))), engine
+        return serve(engine, self.requests, np.zeros(len(self.requests))), engine
 
     def _gamma(self, name: str) -> Any:
         """The gamma of the engine; None for the drafter's usual one."""
@@ -195,16 +167,14 @@ class Trial:
             return {}
         pairs = list(zip(self.requests, full.tokens, strict=True))[: self.case["B"]]
         rows = [[*prompt, *answer[: len(answer) // 2]] for (prompt, _), answer in pairs]
-        config, model = jspec.StepConfig(gamma, draft), self.steered or self.model
-        seconds = step_seconds(model, rows, self.capacity, config, usual_steps(draft, gamma))
+        config = jspec.StepConfig(gamma, draft)
+        seconds = step_seconds(self.model, rows, self.capacity, config, usual_steps(draft, gamma))
         alone = self.case["B"] * full.figures["mean_accepted_length"] / seconds
         return {"of_steps": full.figures["full_tokens_per_s"] / alone, "step": {"seconds": seconds}}
 
     def _row(self, name: str, load: str, measured: Row) -> Row:
-        row = {"operation": "serving", "case": self.case | {"load": load}, "name": name}
-        if self.steered is not None:
-            row |= {"acceptance": "imposed", "rate": self.steered.rate}
-        return row | measured
+        case = {"model": "bundled", **self.case, "load": load}
+        return {"operation": "serving", "case": case, "name": name} | measured
 
 
 def figures_of(load: Load) -> Row:
@@ -217,18 +187,13 @@ def figures_of(load: Load) -> Row:
     return row | {"served": figures}
 
 
-def requests_of(case: Case) -> list[PromptAndParams]:
-    """Greedy requests of ragged lengths: real texts for the bundled model, else random tokens."""
+def requests_of(case: Case, tokenizer: jspec.Tokenizer) -> list[PromptAndParams]:
+    """Greedy requests of ragged lengths, about real texts."""
     rng, count = np.random.default_rng(0), case["requests"]
     share = rng.uniform(0.5, 1.5, (2, count))
     lengths, news = np.maximum((share.T * (case["S"], case["new"])).astype(int), 2).T.tolist()
-    if case["model"] == "bundled":
-        _, tokenizer = jspec.load_bundled()
-        whole = texts(tokenizer, range(count), max(lengths))
-        prompts = [text[:length] for text, length in zip(whole, lengths, strict=True)]
-    else:
-        vocabulary = MODELS[case["model"]].vocab_size
-        prompts = [rng.integers(0, vocabulary, length).tolist() for length in lengths]
+    whole = texts(tokenizer, range(count), max(lengths))
+    prompts = [text[:length] for text, length in zip(whole, lengths, strict=True)]
     return [
         (text, jspec.SamplingParams(max_new_tokens=new, seed=row, ignore_eos=True))
         for row, (text, new) in enumerate(zip(prompts, news, strict=True))
@@ -241,8 +206,6 @@ SERVING = Serving(
     gpu=[
         *("mix=reasoning", "mix=long-context,B=16"),
         *(f"mix=reasoning,B=8,gamma={gamma}" for gamma in GAMMAS[1:]),
-        "model=qwen3-8b,mix=reasoning,S=512,new=2K",
-        "model=qwen3-8b,mix=long-context,B=8,S=32K,new=256",
     ],
     quick=["mix=reasoning"],
     cpu=["mix=reasoning,B=2,S=16,new=16", "mix=long-context,B=4,S=384,new=16"],

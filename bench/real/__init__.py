@@ -222,7 +222,8 @@ def _of_cell(
         for name in names:
             try:
                 if name in rivals.NAMES:
-                    measured = rivals.row(cell, name, one_case["new"])
+                    assert settings.model is not None
+                    measured = rivals.row(cell, name, one_case["new"], settings.model)
                 else:
                     measured = cell.row(draftings[name], one_case["sampling"], one_case["new"])
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from pathlib import Path
 from typing import Any
 
 from bench.program import Absent
@@ -13,14 +14,14 @@ from bench.rivals import decoding
 NAMES = decoding.NAMES
 
 
-def row(cell: Cell, name: str, new: int) -> dict[str, Any]:
-    """A rival's row: its tokens must be plain decoding's but for near ties."""
+def row(cell: Cell, name: str, new: int, path: Path) -> dict[str, Any]:
+    """A rival's row: its tokens must be plain decoding's but for near ties. ``path``: its model."""
     if len(cell.batches) > 1:
         return {"checked": None, "reason": "it decodes one batch, and the cell has several"}
     if name == "transformers":
-        decoded = decoding.decode_transformers(cell.model, cell.prompts, new)
+        decoded = decoding.decode_transformers(path, cell.model, cell.prompts, new)
     else:
-        decoded = decoding.decode_torch_graph(cell.model, cell.prefilled[0], new)
+        decoded = decoding.decode_torch_graph(path, cell.model, cell.prefilled[0], new)
     if isinstance(decoded, Absent):
         return {"checked": False if decoded.failed else None, "reason": decoded.reason}
     ends = set(cell.model.config.stop_tokens)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from bench.rivals.common import module
-from bench.rivals.torch_weights import device, tensor, weights
-from jspec.cache import LinearLayout
+from jspec.config import ModelConfig
 from jspec.decode.state import DecodeState
-from jspec.models.decoder import Decoder
 from jspec.models.rope import rope_frequencies
 
 SPLITS = (0, 8, 32)  # parts that FlashAttention-3 cuts the keys into; 0 leaves it to the library
-TRIAL = 16  # steps that choose between the ways to attend
-
-
-def refusal(state: DecodeState, new_tokens: int) -> str | None:
-    """Why the step cannot continue ``state``, or None."""
-    cache = state.cache
-    if not all(isinstance(layout, LinearLayout) for layout in cache.layouts):
-        return f"it reads caches with a slot for each position, not {cache.layouts[0]}"
-    needed, slots = int(np.max(cache.lengths)) + new_tokens, cache.keys(0).shape[1]
-    if needed > slots:
-        return f"{new_tokens} new tokens need {needed} slots and the state has {slots}"
-    return None
+TRIAL = 16  # steps that choose between the numbers of splits
 
 
 class Step:
@@ -40,37 +26,39 @@ class Step:
         tokens: int64 ``[new_tokens, B]``, what the steps gave.
         index: int64 ``[1]``, the step to come.
         keys: of each layer ``[B, S, K, H]``; ``values`` has the same shape.
+        splits: of the keys, as FlashAttention-3 takes it.
     """
 
-    def __init__(self, model: Decoder, state: DecodeState, new_tokens: int, *, fused: bool) -> None:
-        """Copy weights and cache.
+    def __init__(
+        self, model: Any, config: ModelConfig, state: DecodeState, new_tokens: int, *, fused: bool
+    ) -> None:
+        """Copy the cache, and join weights.
 
         Args:
-            model: a decoder of family llama or qwen2.
+            model: transformers' model of family llama or qwen2.
+            config: of the same model.
             state: with room for ``new_tokens``; it stays as it is.
             new_tokens: steps that ``tokens`` has room for.
             fused: whether torch.compile makes one kernel of each group of pointwise operations.
         """
-        torch = module("torch")
-        config, spec = model.config, model.config.layers[0]
+        torch, spec, device = module("torch"), config.layers[0], model.device
         self.eps, self.sizes = config.norm_eps, (config.num_heads, spec.kv_heads, spec.key_size)
-        self._set_weights(weights(model), config.num_layers)
+        self._set_weights(dict(model.named_parameters()), config.num_layers)
         rope = config.ropes[spec.rope]
         frequencies, self.factor = rope_frequencies(spec.key_size, rope.theta, rope.scaling)
-        self.frequencies = torch.from_numpy(frequencies).to(device())
+        self.frequencies = torch.from_numpy(frequencies).to(device)
         layers = range(config.num_layers)
-        self.keys = [tensor(state.cache.keys(layer)) for layer in layers]
-        self.values = [tensor(state.cache.values(layer)) for layer in layers]
+        self.keys = [_copied(state.cache.keys(layer), device) for layer in layers]
+        self.values = [_copied(state.cache.values(layer), device) for layer in layers]
         last, lengths = jax.device_get((state.last_token, state.cache.lengths))
-        self.start = torch.tensor(last).long().to(device()), torch.tensor(lengths).to(device())
+        self.start = torch.tensor(last).long().to(device), torch.tensor(lengths).to(device)
         self.token, self.lengths = (x.clone() for x in self.start)
-        self.tokens = torch.zeros(new_tokens, len(last), dtype=torch.long, device=device())
-        self.index = torch.zeros(1, dtype=torch.long, device=device())
-        self.rows = torch.arange(len(last), device=device())
+        self.tokens = torch.zeros(new_tokens, len(last), dtype=torch.long, device=device)
+        self.index = torch.zeros(1, dtype=torch.long, device=device)
         fuse = torch.compile(dynamic=False) if fused else lambda function: function
         self.normed, self.rotated = fuse(_normed), fuse(_rotated)
         self.added, self.gated = fuse(_added), fuse(_gated)
-        self.append_in_kernel, self.splits = False, 0
+        self.splits = 0
 
     def _set_weights(self, tensors: dict[str, Any], layers: int) -> None:
         """Join what shares an input: queries, keys and values; gate and up."""
@@ -110,7 +98,6 @@ class Step:
         linear = torch.nn.functional.linear
         angles = self.lengths.float()[:, None, None] * self.frequencies
         cosine, sine = angles.cos() * self.factor, angles.sin() * self.factor
-        after = self.lengths + 1
         queries = self.sizes[0] * self.sizes[2]
         x, change = self.embedding[self.token], None
         for layer, block in enumerate(self.layers):
@@ -121,14 +108,14 @@ class Step:
                 x, y = self.added(x, change, first, self.eps)
             joined = linear(y, *block["qkv"])
             q, k, v = self.rotated(torch.cat, joined, cosine, sine, self.sizes)
-            out = self.attended(layer, q, k, v, after)
+            out = self.attended(layer, q, k, v)
             change = linear(out.reshape(-1, queries), *block["out"])
             x, y = self.added(x, change, second, self.eps)
             change = linear(self.gated(linear(y, *block["gate_up"])), *block["down"])
         _, y = self.added(x, change, self.norm, self.eps)
         self.token.copy_(self.logits(y).argmax(-1))
         self.tokens.index_copy_(0, self.index, self.token[None])
-        self.lengths.copy_(after)
+        self.lengths.add_(1)
         self.index.add_(1)
 
     def logits(self, y: Any) -> Any:
@@ -138,33 +125,27 @@ class Step:
             return torch.mm(y, self.head.T, out_dtype=torch.float32)
         return y.float() @ self.head.float().T
 
-    def attended(self, layer: int, q: Any, k: Any, v: Any, after: Any) -> Any:
-        """Append ``k`` and ``v [B, 1, K, H]`` and attend.
-
-        Args:
-            layer: whose cache.
-            q: ``[B, 1, N, H]``.
-            k: ``[B, 1, K, H]``; ``v`` has the same shape.
-            v: the values.
-            after: int32 ``[B]``, tokens in the cache with the new one.
-
-        Returns:
-            ``[B, 1, N, H]``.
-        """
-        keys, values = self.keys[layer], self.values[layer]
+    def attended(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        """Append ``k`` and ``v [B, 1, K, H]`` and attend with ``q [B, 1, N, H]``."""
         # Query heads that share keys go into one tile.
-        settings: dict[str, Any] = {"num_splits": self.splits}
-        settings["pack_gqa"] = True if self.sizes[0] > self.sizes[1] else None
-        if self.append_in_kernel:
-            settings |= {"k": k, "v": v, "cache_seqlens": self.lengths}
-        else:
-            place = (self.rows, self.lengths.long())
-            keys.index_put_(place, k[:, 0])
-            values.index_put_(place, v[:, 0])
-            if not q.is_cuda:
-                return attended_eagerly(q, keys, values, after)
-            settings["cache_seqlens"] = after
-        return module("fa3_fwd_interface").flash_attn_with_kvcache(q, keys, values, **settings)
+        pack = True if self.sizes[0] > self.sizes[1] else None
+        settings = {"cache_seqlens": self.lengths, "num_splits": self.splits, "pack_gqa": pack}
+        attend = module("fa3_fwd_interface").flash_attn_with_kvcache
+        return attend(q, self.keys[layer], self.values[layer], k=k, v=v, **settings)
+
+
+def _copied(array: jax.Array, device: Any) -> Any:
+    """A finished copy of a JAX array as a contiguous tensor.
+
+    JAX cannot donate a buffer that torch refers to, and may write a freed one before torch's stream
+    has read it.
+    """
+    torch = module("torch")
+    view = torch.from_dlpack(jax.block_until_ready(jnp.asarray(array)))
+    copy = torch.empty(view.shape, dtype=view.dtype, device=device).copy_(view)
+    if copy.is_cuda:
+        torch.cuda.synchronize()
+    return copy
 
 
 def _normed(x: Any, scale: Any, eps: float) -> Any:
@@ -202,28 +183,18 @@ def _rotated(
     heads = joined.view(-1, queries + 2 * kv, size)
     first, second = heads[:, : queries + kv].float().chunk(2, -1)
     halves = (first * cosine - second * sine, second * cosine + first * sine)
-    turned = cat(halves, -1).to(joined.dtype)[:, None]
-    return turned[:, :, :queries], turned[:, :, queries:], heads[:, None, queries + kv :]
-
-
-def attended_eagerly(q: Any, keys: Any, values: Any, lengths: Any) -> Any:
-    """Attention over the first ``lengths [B]`` slots of each row, by masks; for tests on CPUs."""
-    torch = module("torch")
-    slots = torch.arange(keys.shape[1], device=q.device)
-    mask = (slots < lengths[:, None])[:, None, None]
-    heads = (x.transpose(1, 2) for x in (q, keys, values))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(*heads, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    rotated = cat(halves, -1).to(joined.dtype)[:, None]
+    return rotated[:, :, :queries], rotated[:, :, queries:], heads[:, None, queries + kv :]
 
 
 def seconds(step: Step, run: Any, steps: int) -> float:
     """Wall time of ``steps`` calls of ``run``, each of which does ``step``, from the beginning."""
     step.reset()
-    _synchronize()
+    float(step.token[0])  # waits for the device
     begin = time.perf_counter()
     for _ in range(steps):
         run()
-    _synchronize()
+    float(step.token[0])
     return time.perf_counter() - begin
 
 
@@ -245,31 +216,10 @@ def recorded(step: Step) -> Any:
 
 
 def fastest(step: Step) -> tuple[Any, str]:
-    """The graph of the fastest way to append and to split the keys, and what that way is.
-
-    Raises:
-        Exception: that of the last way, where none runs.
-    """
-    trials: dict[tuple[bool, int], float] = {}
-    failed: Exception | None = None
-    for way in itertools.product((True, False), SPLITS):
-        step.append_in_kernel, step.splits = way
-        try:
-            run = recorded(step)
-            steps = min(TRIAL, len(step.tokens))
-            trials[way] = min(seconds(step, run, steps) for _ in range(3))
-        except Exception as error:
-            failed = error
-    if not trials:
-        assert failed is not None
-        raise failed
-    step.append_in_kernel, step.splits = min(trials, key=lambda way: trials[way])
-    append = "FlashAttention-3" if step.append_in_kernel else "index_put"
-    splits = step.splits or "its own number of"
-    return recorded(step), f"{splits} splits, append by {append}"
-
-
-def _synchronize() -> None:
-    torch = module("torch")
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """The graph with the fastest number of splits, and what it is."""
+    times = {}
+    for step.splits in SPLITS:
+        run, steps = recorded(step), min(TRIAL, len(step.tokens))
+        times[step.splits] = min(seconds(step, run, steps) for _ in range(3))
+    step.splits = min(times, key=times.__getitem__)
+    return recorded(step), f"{step.splits or 'its own number of'} splits"
