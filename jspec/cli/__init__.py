@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from jspec.cli.arguments import command_parser
-from jspec.cli.errors import fail, interrupted
+from jspec.cli.arguments import parse_arguments
+from jspec.cli.errors import fail, interrupted, redeliver_interrupts
 
 SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smaller model"
 
@@ -17,7 +17,8 @@ SMALLER = "lower --batch or --max-new-tokens, shorten the prompt, or take a smal
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `jspec`; returns the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     _open_streams()
-    arguments = command_parser().parse_args(argv)
+    redeliver_interrupts()
+    arguments = parse_arguments(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that has no such character shows another one.
         sys.stdout.reconfigure(errors="replace")

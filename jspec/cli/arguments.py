@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from jspec import __version__
 from jspec.cli.errors import one_line
 
+PROMPTS = ("prompt", "prompt_file", "demo", "requests")  # options that name prompts
 # Of jspec.eval.metrics, those that any text can be scored by.
 METRICS = ("recall", "contains", "exact", "f1", "f1_zh", "rouge_l", "rouge_l_zh", "count")
 METRICS += ("code_similarity", "choice")
@@ -16,6 +19,21 @@ METRICS += ("code_similarity", "choice")
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"jspec: error: {one_line(message):.300}; see {self.prog} --help\n")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command; bad ones end the process with one line and exit code 2."""
+    parser = command_parser()
+    arguments = parser.parse_args(argv)
+    stdin = getattr(arguments, "stdin", None)
+    if stdin not in (None, "-"):
+        parser.error(f"{stdin!r}: a prompt needs --prompt TEXT, a file --prompt-file F")
+    if stdin is not None:
+        others = [name for name in PROMPTS if getattr(arguments, name) not in (None, False)]
+        if others:
+            option = others[0].replace("_", "-")
+            parser.error(f"- reads the prompt from stdin; leave out --{option}")
+    return arguments
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -36,27 +54,46 @@ def command_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _gamma(text: str) -> int | str:
-    if text == "auto":
-        return text
+def _up_to(limit: int) -> Callable[[str], int]:
+    """A reader of whole numbers whose absolute value is at most ``limit``."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from None
+        if abs(value) > limit:
+            raise argparse.ArgumentTypeError(f"{text} must be at most {limit}")
+        return value
+
+    return read
+
+
+_integer = _up_to(2**31 - 1)
+_seed = _up_to(2**32 - 1)
+_count = _up_to(10**6)  # of things that a run makes one by one
+
+
+def _finite(text: str) -> float:
     try:
-        return int(text)
+        value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, or auto") from None
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} must be a finite number")
+    return value
 
 
-def _stdin(text: str) -> str:
-    if text != "-":
-        raise argparse.ArgumentTypeError("a prompt needs --prompt TEXT, a file --prompt-file F")
-    return text
+def _gamma(text: str) -> int | str:
+    return text if text == "auto" else _integer(text)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    # `parse_arguments` checks it: argparse takes the value of an unknown option for it, and must
+    # name that option first.
+    add("stdin", nargs="?", metavar="-", help="read the prompt from stdin")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "stdin", nargs="?", type=_stdin, metavar="-", help="read the prompt from stdin"
-    )
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
     prompt.add_argument("--prompt-file", metavar="F", help="read the prompt from a file")
     prompt.add_argument(
@@ -112,11 +149,14 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decoding(parser: argparse.ArgumentParser) -> None:
-    """The model, and the settings of requests that do not name their own."""
+    """The model, and the settings of requests that do not name their own.
+
+    `jspec.SamplingParams` bounds the numbers of a request.
+    """
     add = parser.add_argument
     add("--chat", action="store_true", help="a prompt is a user's message: take the chat template")
     add("--system", metavar="TEXT", help="the system message of --chat")
-    add("--batch", type=int, default=8, metavar="N", help="requests at once; default 8")
+    add("--batch", type=_integer, default=8, metavar="N", help="requests at once; default 8")
     add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
@@ -142,8 +182,8 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         metavar="kvp=N,tpa=N",
         help="share each row among kvp x tpa devices, by positions and by heads (docs/helix.md)",
     )
-    add("--devices", type=int, metavar="N", help="on N virtual CPU devices, to try --helix on")
-    add("--context", type=int, metavar="N", help="most tokens of prompt and output together")
+    add("--devices", type=_integer, metavar="N", help="on N virtual CPU devices, to try --helix on")
+    add("--context", type=_integer, metavar="N", help="most tokens of prompt and output together")
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -158,14 +198,14 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--ratio",
-        type=float,
+        type=_finite,
         action="append",
         metavar="X",
         help="of the context that drafts read; repeatable; default 0.01 to 0.1",
     )
     add(
         "--gamma",
-        type=int,
+        type=_integer,
         action="append",
         metavar="N",
         help="draft tokens a step; repeatable; default 3 to 12",
@@ -199,8 +239,8 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         help="of each policy, in positions or as a ratio of the length; repeatable",
     )
     add("--draft", action="store_true", help="policies draft, and the model stays lossless")
-    add("--length", type=int, default=4096, metavar="N", help="tokens; default 4096")
-    add("--examples", type=int, default=10, metavar="N", help="of each task; default 10")
+    add("--length", type=_integer, default=4096, metavar="N", help="tokens; default 4096")
+    add("--examples", type=_count, default=10, metavar="N", help="of each task; default 10")
     add("--only", metavar="TASK,...", help="some of the tasks, as in niah_single_1,vt")
     add("--chat", action="store_true", help="apply the model's chat template")
     add(
@@ -210,12 +250,12 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="SQuAD's or HotpotQA's JSON, for RULER's qa_1 or qa_2; repeatable",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the first example; default 0")
-    add("--batch", type=int, default=8, metavar="N", help="questions at once; default 8")
+    add("--seed", type=_seed, default=0, metavar="N", help="of the first example; default 0")
+    add("--batch", type=_integer, default=8, metavar="N", help="questions at once; default 8")
     add("--metric", choices=METRICS, help="of FILE.jsonl; default: that of the benchmark")
     add(
         "--max-new-tokens",
-        type=int,
+        type=_integer,
         metavar="N",
         help="of FILE.jsonl; default: that of the benchmark, else 128",
     )
@@ -237,7 +277,7 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="texts of the report; default one in ten of --data, which are not learned from",
     )
-    add("--bits", type=int, default=128, metavar="R", help="32, 64, 128 (default) or 256")
+    add("--bits", type=_integer, default=128, metavar="R", help="32, 64, 128 (default) or 256")
     add(
         "--variant",
         default="attention",
@@ -248,26 +288,26 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
     add("--compare", action="store_true", help="learn by the other variants too, for the report")
     add(
         "--pairs",
-        type=int,
+        type=_integer,
         default=200_000,
         metavar="N",
         help="pairs of a query and a key in a layer, about, of a query a text; default 200000",
     )
     add(
         "--step-pairs",
-        type=int,
+        type=_integer,
         default=98304,
         metavar="N",
         help="pairs of a step of SGD, about; default 98304, and a CPU may well take 8192",
     )
-    add("--epochs", type=int, default=15, metavar="N", help="rounds of 20 steps; default 15")
+    add("--epochs", type=_integer, default=15, metavar="N", help="rounds of 20 steps; default 15")
     add(
         "--length",
-        type=int,
+        type=_integer,
         metavar="N",
         help="most tokens of a text; default 32768 or the model's context",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of every random choice; default 0")
+    add("--seed", type=_seed, default=0, metavar="N", help="of every random choice; default 0")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     _add_compile_cache(parser)
 
@@ -275,9 +315,11 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     roofline = kinds.add_parser("roofline", help="times to read a layer's cache and weights")
-    roofline.add_argument("--batch", type=int, default=8, metavar="N", help="rows; default 8")
+    roofline.add_argument("--batch", type=_integer, default=8, metavar="N", help="rows; default 8")
     pareto = kinds.add_parser("pareto", help="tokens a second of a GPU against those of a row")
-    pareto.add_argument("--gpus", type=int, default=64, metavar="N", help="at most; default 64")
+    pareto.add_argument(
+        "--gpus", type=_integer, default=64, metavar="N", help="at most; default 64"
+    )
     pareto.add_argument("--fine", action="store_true", help="16 batch sizes an octave, not one")
     pareto.add_argument(
         "--sweep",
@@ -312,10 +354,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
             "repeatable; --set goes before it",
         )
     hopb = kinds.add_parser("hopb", help="messages of some rows while others attend")
-    hopb.add_argument("--requests", type=int, default=8, metavar="N", help="rows; default 8")
-    hopb.add_argument("--compute", type=float, default=16, metavar="X", help="of all; default 16")
-    hopb.add_argument("--message", type=float, default=9.6, metavar="X", help="of all; default 9.6")
-    hopb.add_argument("--fixed", type=float, default=0, metavar="X", help="of a message; default 0")
+    hopb.add_argument("--requests", type=_integer, default=8, metavar="N", help="rows; default 8")
+    hopb.add_argument("--compute", type=_finite, default=16, metavar="X", help="of all; default 16")
+    hopb.add_argument(
+        "--message", type=_finite, default=9.6, metavar="X", help="of all; default 9.6"
+    )
+    hopb.add_argument(
+        "--fixed", type=_finite, default=0, metavar="X", help="of a message; default 0"
+    )
     for kind in (roofline, pareto, hopb):
         kind.add_argument("--png", metavar="FILE.png", help="also draw it")
     for kind in (roofline, pareto, hopb, measured):

@@ -15,6 +15,8 @@ from jspec.helix.mesh import HelixConfig
 from jspec.policies.named import made
 from jspec.processes import ExchangeError
 
+MAX_VIRTUAL = 256  # virtual CPU devices; each has threads of its own
+
 
 def named_mesh(text: str) -> HelixConfig:
     """The mesh that ``kvp=2,tpa=1`` names.
@@ -44,8 +46,9 @@ def take_devices(virtual: int | None, hosts: str | None) -> None:
     if hosts is not None:
         joined = made(Hosts, "--hosts", hosts, hosts.removeprefix("auto"))
     if virtual is not None:
-        if virtual < 1:
-            raise ValueError(f"--devices {virtual} must be at least 1")
+        if not 1 <= virtual <= MAX_VIRTUAL:
+            bound = "at least 1" if virtual < 1 else f"at most {MAX_VIRTUAL}"
+            raise ValueError(f"--devices {virtual} must be {bound}")
         with contextlib.suppress(RuntimeError):  # it runs already
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", virtual)

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if shows is not None:
         shows.print(PATIENCE)
     findings = []
-    for finding in _look(_checks()):
+    for finding in _look(_checks(), shows):
         findings.append(finding)
         if shows is not None:
             _show(shows, finding)
@@ -92,14 +92,24 @@ def _checks() -> Iterator[Check]:
     for operation in operations():
         pairs = functools.cache(functools.partial(_pairs, operation))
         for name in operation.backends:
-            yield f"{operation.name}, {name}", functools.partial(_backend, operation, name, pairs)
+            yield _label(operation, name), functools.partial(_backend, operation, name, pairs)
 
 
-def _look(checks: Iterator[Check]) -> Iterator[Finding]:
-    """Run the checks one by one; a terminal shows the name of the current one."""
+def _label(operation: Operation, name: str) -> str:
+    """An operation and a backend; kernels of ``cuda`` run as their C++ build on a CPU."""
+    built = name.startswith("cuda") and jax.default_backend() == "cpu"
+    return f"{operation.name}, {name} (C++)" if built else f"{operation.name}, {name}"
+
+
+def _look(checks: Iterator[Check], shows: Console | None) -> Iterator[Finding]:
+    """Run the checks one by one; a terminal shows the name of the current one.
+
+    ``shows``: the console of the findings, since a line on another one would not move the progress
+    line out of its way.
+    """
     columns = (TextColumn("probing {task.description}...", markup=False), TimeElapsedColumn())
-    quiet = not sys.stderr.isatty()
-    with Progress(*columns, console=console(), transient=True, disable=quiet) as progress:
+    quiet = shows is None or not shows.is_terminal
+    with Progress(*columns, console=shows, transient=True, disable=quiet) as progress:
         task = progress.add_task("", visible=False)
         for what, check in checks:
             progress.reset(task, description=one_line(what), visible=True)
@@ -234,7 +244,7 @@ def _backend(
 
     It works if it takes one. Others may serve in its place, so that there is nothing to do if not.
     """
-    what, refused, took = f"{operation.name}, {name}", [], 0
+    what, refused, took = _label(operation, name), [], 0
     for case, expected in pairs():
         if reason := operation.backend(name).supports(*case.arguments, **case.static):
             refused.append(reason)

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+from typing import Any
 
+REDELIVERY_SECONDS = 0.02
 INTERRUPTED = 130  # the exit code after Ctrl-C
+
+
+def redeliver_interrupts() -> None:
+    """Raise Ctrl-C again where Python drops the exception, as in callbacks of garbage collection.
+
+    JAX has such a callback, and spends much of tracing and compiling in it.
+    """
+    report = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            report(dropped)
+            return
+        # Later: raised in this hook, it would be dropped again.
+        arguments = os.getpid(), signal.SIGINT
+        timer = threading.Timer(REDELIVERY_SECONDS, os.kill, arguments)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = hook
 
 
 def one_line(text: str) -> str:

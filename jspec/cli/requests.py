@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from jspec.cli import demo
 from jspec.cli.errors import one_line
 from jspec.config import SamplingParams
-from jspec.models.files import parse_json
+from jspec.models.files import open_regular, parse_json
 
 Message = dict[str, str]  # a role and a content
 
@@ -115,7 +114,8 @@ def _prompt(arguments: argparse.Namespace) -> bytes:
         return arguments.prompt.encode(errors="surrogateescape")
     if arguments.prompt_file is not None:
         try:
-            return Path(arguments.prompt_file).read_bytes()
+            with open_regular(arguments.prompt_file) as file:
+                return file.read()
         except OSError as error:
             raise _unreadable(arguments.prompt_file, error) from None
     if arguments.stdin is not None:
@@ -139,7 +139,7 @@ def _read_lines(
         if path == "-":
             requests, refused = parse_lines(sys.stdin.buffer, defaults, stop, chat)
         else:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 requests, refused = parse_lines(file, defaults, stop, chat)
     except OSError as error:
         raise _unreadable(path, error) from None

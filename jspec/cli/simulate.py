@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,8 @@ def _hopb(arguments: argparse.Namespace) -> Output:
     if arguments.fixed < 0:
         raise ValueError(f"--fixed {arguments.fixed} must be at least 0")
     requests = arguments.requests
-    chunks = [n for n in range(1, requests + 1) if requests % n == 0]
+    halves = [n for n in range(1, math.isqrt(requests) + 1) if requests % n == 0]
+    chunks = sorted({*halves, *(requests // n for n in halves)})
     spans = pipelined(arguments.compute, arguments.message, chunks, arguments.fixed)
     rows = [{"chunks": n, "span": float(x)} for n, x in zip(chunks, spans, strict=True)]
     title = (

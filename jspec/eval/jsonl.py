@@ -10,7 +10,7 @@ from jspec.eval import longbench, ruler
 from jspec.eval.longbench import is_texts
 from jspec.eval.questions import Question
 from jspec.models.errors import quoted
-from jspec.models.files import parse_json
+from jspec.models.files import open_regular, parse_json
 
 LINE_LIMIT = 2**26  # bytes
 # The fields of the answers in a file of the user's own, and how they are scored unless the caller
@@ -32,7 +32,7 @@ def read_questions(path: str | Path) -> list[Question]:
     """
     questions: list[Question] = []
     metrics: dict[str, str] = {}
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT + 1), b""), start=1):
             if not line.strip():
                 continue

@@ -10,7 +10,7 @@ import stat
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jspec.models.errors import CheckpointError, on_one_line, quoted
 
@@ -31,9 +31,7 @@ def directory_of(path: str | os.PathLike) -> Path:
 def read_file(path: Path, limit: int) -> bytes:
     """Read a regular file of at most ``limit`` bytes; raises `CheckpointError` for others."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"{path} is no regular file")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(limit + 1)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
@@ -41,6 +39,18 @@ def read_file(path: Path, limit: int) -> bytes:
     if len(content) > limit:
         raise CheckpointError(f"{path} has {size} bytes, more than the {limit} that it may have")
     return content
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file to read bytes.
+
+    Raises:
+        CheckpointError: It is a folder, a FIFO or a device, which may never end.
+        OSError: It cannot be read.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+    return open(path, "rb")
 
 
 def read_json(path: Path, limit: int = SETTINGS_LIMIT) -> dict[str, Any]:

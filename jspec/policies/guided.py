@@ -26,6 +26,7 @@ from jspec.typing import Array
 COLLECTS = ("ends", "all", "accepted", "last")
 SCORES = ("logit", "softmax", "weight")
 INITIAL_SINKS = 4
+MAX_AHEAD = 1024  # each of them is an operation of the step
 
 
 class Guidance(NamedTuple):
@@ -103,6 +104,8 @@ class Guided(Budgeted):
         for name in ("ahead", "least", "refresh"):
             if (count := getattr(self, name)) < 0:
                 raise ValueError(f"{name}={count} must be at least 0")
+        if self.ahead > MAX_AHEAD:
+            raise ValueError(f"ahead={self.ahead} must be at most {MAX_AHEAD}")
         if self.ahead and self.page_size > 1:
             raise ValueError(f"ahead={self.ahead} goes with single positions, and not with pages")
         super().__post_init__()

@@ -6,6 +6,7 @@ import dataclasses
 import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from jspec.models.files import INTEGER_LIMIT
 from jspec.policies.dense import Dense
 from jspec.policies.exact_topk import ExactTopK
 from jspec.policies.guided import Guided
@@ -81,6 +82,8 @@ def made(kind: type, what: str, name: str, settings: str, **fixed: Any) -> Any:
         except ValueError:
             expected = _KINDS.get(fields[key]) or _KINDS.get(type(fields[key]), "a word")
             raise ValueError(f"{what} {name}: {key}={value!r} must be {expected}") from None
+        if isinstance(values[key], int) and abs(values[key]) > INTEGER_LIMIT:
+            raise ValueError(f"{what} {name}: {key}={value} must be at most {INTEGER_LIMIT}")
     try:
         return kind(**fixed, **values)
     except ValueError as error:

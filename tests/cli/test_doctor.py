@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -47,7 +48,8 @@ def test_doctor_json(names, capsys, monkeypatch):
     assert not [f["what"] for f in report["findings"] if "differs" in f["detail"]]
 
     assert result["pack, xla"]["works"]
-    assert {"verify_greedy, cuda", "verify_stochastic, cuda", "sample, cuda"} <= set(result)
+    built = "cuda (C++)" if jax.default_backend() == "cpu" else "cuda"
+    assert {f"{name}, {built}" for name in ("verify_greedy", "sample")} <= set(result)
 
 
 def findings(capsys, code: int = 0) -> dict[str, dict]:
@@ -212,12 +214,13 @@ def test_a_terminal_sees_what_is_looked_at(monkeypatch):
     screen = io.StringIO()
     kind = {"TERM": "xterm"}
     made = Console(file=screen, force_terminal=True, width=80, highlight=False, _environ=kind)
-    monkeypatch.setattr(doctor, "console", lambda: made)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     finding = doctor.Finding("pack, xla", True, "right")
-    (result,) = doctor._look(iter([("pack, xla", lambda: finding)]))
-    assert result.seconds > 0
-    assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", screen.getvalue())
+    for result in doctor._look(iter([("pack, xla", lambda: finding)]), made):
+        assert result.seconds > 0
+        doctor._show(made, result)
+    before, _, _ = screen.getvalue().partition("ok")
+    assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", before)
+    assert before.endswith("\r\x1b[2K")  # the live line is erased
 
 
 def test_on_a_gpu_doctor_says_how_many_copies_of_the_cache_there_are(monkeypatch):

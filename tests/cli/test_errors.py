@@ -1,5 +1,6 @@
 """Bad input is one line and exit code 2, and so is a device without memory."""
 
+import os
 import sys
 
 import jax
@@ -52,7 +53,15 @@ from jspec.decode import generation
         (["--prompt", "x", "--output", "out"], "--output goes with --requests; for one prompt, re"),
         (["--prompt-file", "no/su\nch\x1b[31m"], "no/su\\nch\\x1b[31m: cannot be read"),
         (["--prompt-file", "no/such/file"], "no/such/file: cannot be read"),
-        (["--prompt-file", "/"], "cannot be read"),
+        (["--prompt-file", "/"], "/ is no regular file"),
+        (["--prompt-file", os.devnull], "is no regular file"),
+        (["--requests", os.devnull], "is no regular file"),
+        (["--prompt", "x", "--draft", "streaming:window=" + "9" * 18], "at most 2147483647"),
+        (
+            ["--prompt", "x", "--draft", "vegas:ahead=1000000000"],
+            "ahead=1000000000 must be at most",
+        ),
+        (["--prompt", "x", "--devices", "1000000"], "--devices 1000000 must be at most 256"),
         (["--requests", "no/such/file"], "no/such/file"),
         (["--prompt", "x", "--model", "no/such/model"], "no/such/model"),
         (["--prompt", "x", "--model", "no/such", "--chat"], "no/such does not exist; pass a local"),
@@ -83,6 +92,25 @@ def test_an_argument_that_is_none_is_one_line_too(arguments, run, capsys):
     assert err.endswith(("; see jspec generate --help\n", "; see jspec --help\n"))
     assert err[:-1].isprintable()
     assert len(err) < 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x", "--repetition-penalty", "1.1"], "unrecognized arguments: --repetition-"),
+        (["-", "--prompt", "x"], "- reads the prompt from stdin; leave out --prompt"),
+        (["-", "--requests", "f"], "- reads the prompt from stdin; leave out --requests"),
+        (["--demo", "--prompt", "x"], "--prompt: not allowed with argument --demo"),
+        (["--prompt", "x", "--devices", "9" * 20], "--devices: 99999999999999999999 must be at"),
+        (["--prompt", "x", "--gamma", "many"], "--gamma: 'many' must be a whole number"),
+    ],
+    ids=lambda value: value.split(":")[0][:20] if isinstance(value, str) else "",
+)
+def test_arguments_that_cannot_be_parsed(arguments, message, run, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_prompt_in_the_place_of_the_dash_says_the_way_out(run, capsys):

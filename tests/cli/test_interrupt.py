@@ -1,12 +1,33 @@
 """Ctrl-C: what was decoded by then is kept and shown."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from jspec.decode import chunks
 from jspec.decode.chunks import Chunks
 from jspec.models.text import RowText
+
+DROPPED = """
+import gc, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+from jspec.cli.errors import redeliver_interrupts
+redeliver_interrupts()
+def callback(phase, info):
+    gc.callbacks.remove(callback)
+    raise KeyboardInterrupt
+gc.callbacks.append(callback)
+gc.collect()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_in_a_callback_of_garbage_collection_is_raised_again():
+    """Python drops the exception of such a callback, and JAX has one."""
+    ended = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, timeout=30)
+    assert ended.stderr.rstrip().endswith(b"KeyboardInterrupt")
 
 
 def test_ctrl_c_keeps_what_was_generated(run, source, monkeypatch):

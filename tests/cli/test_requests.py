@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from jspec.cli import requests as requests_module
 from jspec.cli.requests import Chat, parse_lines, read_requests
 from jspec.config import SamplingParams
 
+EMPTY = str(Path(__file__).with_name("__init__.py"))
 DEFAULTS = {
     "max_new_tokens": 9,
     "temperature": 0.5,
@@ -209,9 +211,10 @@ def test_requests_come_from_stdin(monkeypatch):
     ("changes", "message"),
     [
         ({"requests": "no/such"}, "no/such: cannot be read"),
-        ({"requests": "/"}, "/: cannot be read"),
-        ({"requests": "/dev/null"}, "/dev/null: holds no requests; write one JSON object a line"),
-        ({"requests": "/dev/null", "top_k": -1}, "top_k=-1 must be at least 0"),
+        ({"requests": "/"}, "/ is no regular file"),
+        ({"requests": "/dev/null"}, "/dev/null is no regular file"),
+        ({"requests": EMPTY}, f"{EMPTY}: holds no requests; write one JSON object a line"),
+        ({"requests": EMPTY, "top_k": -1}, "top_k=-1 must be at least 0"),
         ({"prompt": "x", "stop": ["a\udcff"]}, "a stop text holds '\\udcff' at character 2"),
         ({}, "no prompt; pass --prompt TEXT, --prompt-file F, --requests FILE.jsonl, --demo, or -"),
         ({"prompt": "x", "system": "y"}, "--system goes with --chat; pass both"),

@@ -204,7 +204,7 @@ def test_config_files(tmp_path):
     assert result == type(result)(**vars(load_shape("deepseek-r1")) | {"name": tmp_path.name})
     with pytest.raises(ValueError, match="lacks hidden"):
         shape_of_config("x", {k: v for k, v in CONFIG.items() if k != "hidden_size"})
-    with pytest.raises(ValueError, match=r"whole numbers.*61"):
+    with pytest.raises(ValueError, match="whole number"):
         shape_of_config("x", CONFIG | {"num_hidden_layers": "61"})
     with pytest.raises(ValueError, match="no multiple of 3 KV heads"):
         shape_of_config("x", CONFIG | {"kv_lora_rank": None, "num_key_value_heads": 3})
@@ -233,6 +233,29 @@ def test_config_files(tmp_path):
 def test_what_cannot_be_simulated(arguments, message, capsys):
     assert main(["simulate", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+RATES = {"gpus": 8, "memory_gb": 80, "memory_gbps": 3000, "link_gbps": 450, "tflops": 990}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("1" + "0" * 400, "memory_gb=1"), ('"80"', "memory_gb=80 "), ("NaN", "memory_gb=nan")],
+    ids=["huge", "text", "nan"],
+)
+def test_rates_of_a_file_are_bounded(value, message, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(RATES).replace("80", value))
+    assert main(["simulate", "pareto", "--hardware", str(path)]) == 2
+    assert message in (err := capsys.readouterr().err)
+    assert err.count("\n") == 1
+
+
+def test_chunks_are_the_divisors_of_the_requests(capsys):
+    assert main(["simulate", "hopb", "--json", "--requests", "2147483646"]) == 0
+    spans = json.loads(capsys.readouterr().out)["spans"]
+    assert len(spans) == 192  # 2147483646 = 2 * 3**2 * 7 * 11 * 31 * 151 * 331
+    assert [x["chunks"] for x in spans[:5]] == [1, 2, 3, 6, 7]
 
 
 def test_hardware_of_a_file(tmp_path):

@@ -49,6 +49,7 @@ def test_drafts_by_a_policy_of_the_user_are_lossless_on_a_mesh(sharp, plain):
     assert_lossless(helix.shard(sharp, helix.HelixConfig(kvp=2, block=4)), plain)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_a_policy_of_the_user_that_does_not_run_on_a_mesh_is_refused(sharp):
     class Local(EveryFourth):
         runs_on_mesh = False

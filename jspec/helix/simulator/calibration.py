@@ -80,7 +80,7 @@ def load_fits(path: str | Path) -> tuple[Fit, ...]:
             kind: [_measured(point) for point in map(of, rows) if point is not None]
             for kind, of in (*READERS.items(), ("latents", _latent))
         }
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path} has no times of messages or attention: {type(error).__name__}: {error}; "
             "write them with python -m bench helix --json FILE"

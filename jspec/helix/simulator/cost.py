@@ -25,6 +25,9 @@ def _constant(value: float, source: str) -> float:
     return dataclasses.field(default=value, metadata={"source": source})
 
 
+MAX_CONSTANT = 1e9  # of any unit; larger ones overflow
+
+
 @dataclasses.dataclass(frozen=True)
 class Constants:
     """The constants of the cost model that the paper does not state.
@@ -66,6 +69,8 @@ class Constants:
                 raise ValueError(
                     f"{field.name}={value} must be {'above' if divides else 'at least'} 0"
                 )
+            if value > MAX_CONSTANT:
+                raise ValueError(f"{field.name}={value} must be at most {MAX_CONSTANT:g}")
 
     @classmethod
     def sources(cls) -> dict[str, str]:

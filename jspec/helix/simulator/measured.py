@@ -56,7 +56,7 @@ def predictions(
             for row in result["rows"]
             if row.get("step_ns") and row["operation"] in PREDICTED and _is_known(row["case"])
         ]
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path} has no times of steps or attention: {type(error).__name__}: {error}; write "
             f"them with python -m bench helix --json FILE --case op=step or op=layer"

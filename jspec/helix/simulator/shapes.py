@@ -8,8 +8,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jspec.models.files import read_json
+from jspec.models.files import INTEGER_LIMIT, read_json
 
+MAX_RATE = 1e12  # of a machine, in any of its units
 DATA = files("jspec.helix.simulator") / "data"
 CONFIG = {  # of a Hugging Face config.json
     "layers": ("num_hidden_layers",),
@@ -65,9 +66,15 @@ class ModelShape:
         needed = ["layers", "hidden", "query_heads", "kv_heads", "ffn", "vocabulary"]
         needed += ["experts_per_token", "expert_ffn"] if self.experts else []
         needed += ["rope", "nope", "value_size"] if self.latent else ["head_size"]
-        for name in needed:
-            if getattr(self, name) < 1:
-                raise ValueError(f"model {self.name}: {name}={getattr(self, name)} must be above 0")
+        sizes = [field.name for field in dataclasses.fields(self)[1:]]
+        for name in sizes:
+            value = getattr(self, name)
+            least = 1 if name in needed else 0
+            if type(value) is not int or not least <= value <= INTEGER_LIMIT:
+                raise ValueError(
+                    f"model {self.name}: {name}={value!s:.20} must be a whole number, at "
+                    f"least {least} and at most {INTEGER_LIMIT}"
+                )
         if self.query_heads % self.kv_heads:
             raise ValueError(
                 f"model {self.name}: {self.query_heads} query heads are no multiple of "
@@ -96,9 +103,12 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
-            if getattr(self, field.name) <= 0:
-                value = getattr(self, field.name)
-                raise ValueError(f"hardware {self.name}: {field.name}={value} must be above 0")
+            value = getattr(self, field.name)
+            if type(value) not in (int, float) or not 0 < value <= MAX_RATE:
+                raise ValueError(
+                    f"hardware {self.name}: {field.name}={value!s:.20} must be a number above 0 "
+                    f"and at most {MAX_RATE:g}"
+                )
 
 
 def load_shape(name: str) -> ModelShape:
