@@ -235,10 +235,10 @@ class Chunks:
         live = committed > 0
         if not live.any():  # all rows had ended before it
             return
-        chunk.choice.saw(chunk.gamma, a_step, accepted, live)
+        chunk.choice.observe(chunk.gamma, a_step, accepted, live)
         same = np.ones(live.shape[1], bool)
         same[list(chunk.filled)] = False
-        chunk.choice.met(self._acceptance.saw(chunk.gamma, accepted, live & same))
+        self._acceptance.observe(chunk.gamma, accepted, live & same)
 
     def _left_after_work(self, left: np.ndarray) -> np.ndarray:
         """``left`` after the running chunks, at the pace of the last chunk."""

@@ -204,7 +204,7 @@ def cycle_gammas(monkeypatch, gammas) -> list[tuple[int, float | None, np.ndarra
     """Have chunks take these gammas in turn; returns what is recorded."""
     next_gamma, recorded = itertools.cycle(gammas), []
     monkeypatch.setattr(GammaChoice, "choose", lambda *_: next(next_gamma))
-    monkeypatch.setattr(GammaChoice, "saw", lambda self, *arguments: recorded.append(arguments))
+    monkeypatch.setattr(GammaChoice, "observe", lambda self, *arguments: recorded.append(arguments))
     return recorded
 
 
