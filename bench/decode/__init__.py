@@ -30,8 +30,8 @@ from bench.policies import NAMES, arrays_of, policies
 from bench.settings import Settings
 from bench.suite import Benchmark, suite_of
 from jspec.cli.compile_cache import keep_programs
+from jspec.decode.checks import check_exact
 from jspec.decode.draft import named_draft
-from jspec.decode.exact import check_exact
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.dispatch import BackendError

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.config import shown
-from jspec.decode.exact import check_started
+from jspec.decode.checks import check_started
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
 from jspec.dispatch import Backends, use_backends

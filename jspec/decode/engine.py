@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.checks import Prompt, as_ids, check_request
-from jspec.decode.on_mesh import agreed_params
+from jspec.decode.checks import Prompt, agreed_params, as_ids, check_request
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.programs import OnCompile

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from jspec.config import SamplingParams
-from jspec.decode.checks import Prompt, as_ids, check_requests
+from jspec.decode.checks import Prompt, agreed_params, as_ids, check_requests
 from jspec.decode.convert_state import convert_state
-from jspec.decode.on_mesh import agreed_params
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import OnCompile
@@ -110,13 +109,10 @@ def generate(
     models, config = resolved.models, resolved.config
     settings = (config, options.get("gamma"), resolved.steps, prefill_chunk)
     rows, ends = agreed_params(models, ids, params, settings), models.target.config.stop_tokens
-    requests = [
-        Request(
-            *(prompt, row, stops_of(row, ends)),
-            None if on_tokens is None else functools.partial(on_tokens, index),
-        )
-        for index, (prompt, row) in enumerate(zip(ids, rows, strict=True))
-    ]
+    requests = []
+    for index, (prompt, row) in enumerate(zip(ids, rows, strict=True)):
+        callback = None if on_tokens is None else functools.partial(on_tokens, index)
+        requests.append(Request(prompt, row, stops_of(row, ends), callback))
     runner, prompt_tokens = Runner(resolved, len(ids), on_compile, together=True), 0
     needed = max(len(prompt) + row.max_new_tokens for prompt, row in zip(ids, rows, strict=True))
     size = f"{len(ids)} prompts at a time, the longest of {needed} tokens with max_new_tokens"
@@ -125,20 +121,15 @@ def generate(
         with memory_errors(size, way_out):
             with runner.chunks.clock_prefill():
                 if prefilled is None:
-                    longest = max(map(len, ids))
-                    state = start_decoding(
-                        *(models, ids, rows, config),
-                        capacity=rounded_capacity(first_capacity(longest, needed)),
-                        chunk=prefill_chunk,
-                        cache_dtype=resolved.cache_dtype,
-                        on_prefill=on_prefill,
-                        run=runner.chunks.programs,
-                        grows=True,
-                    )
-                    jax.block_until_ready(state)
+                    capacity = rounded_capacity(first_capacity(max(map(len, ids)), needed))
+                    sizes = {"capacity": capacity, "chunk": prefill_chunk, "grows": True}
+                    calls = {"on_prefill": on_prefill, "run": runner.chunks.programs}
+                    sizes |= {"cache_dtype": resolved.cache_dtype}
+                    state = start_decoding(models, ids, rows, config, **sizes, **calls)
                     prompt_tokens = sum(map(len, ids))
                 else:
                     state = _converted(models, prefilled, ids, rows, config)
+                jax.block_until_ready(state)
             runner.fill(state, range(len(ids)), requests)
             while runner.busy:
                 runner.decode()
@@ -167,7 +158,7 @@ def _converted(
     ends = models.target.config.stop_tokens
     row = (tokens, lengths, params, ends, room_of(params, ends))
     state = state_of(*row, state.cache, state.draft, exact=state.exact)
-    return jax.block_until_ready(place(state, explicit_mesh_sharding(models)))
+    return place(state, explicit_mesh_sharding(models))
 
 
 def _generation(runner: Runner, requests: Sequence[Request], prompt_tokens: int) -> Generation:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from jspec.cache import Layout
 from jspec.cache.layout import layouts_of
-from jspec.config import SamplingParams
-from jspec.decode.checks import one_each
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
-from jspec.processes import check_same, digest, from_first, in_time, versions
+from jspec.processes import from_first, in_time
 from jspec.sharding import with_auto_axes
 from jspec.typing import Model
 
@@ -102,38 +98,30 @@ class _Jitted:
     def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
         functools.update_wrapper(self, function)
         self._plain: Any = jax.jit(function, **settings)
-        self._function, self._settings = function, settings
-        self._with_options: dict[Any, Any] = {}
+        self._with_options = functools.cache(
+            lambda options: jax.jit(function, compiler_options=dict(options), **settings)
+        )
 
     def __call__(self, models: Any, *args: Any, **static: Any) -> Any:
-        jitted = self._jitted(models)
-        traced = jitted is not self._plain and any(
-            isinstance(x, Tracer) for x in jax.tree.leaves((models, args))
-        )
-        # A program inside another one is compiled as that one is.
-        return (self._plain if traced else jitted)(models, *args, **static)
+        return self._jitted(models, args)(models, *args, **static)
 
     def lower(self, models: Any, *args: Any, **static: Any) -> jax.stages.Lowered:
-        return self._jitted(models).lower(models, *args, **static)
+        return self._jitted(models, args).lower(models, *args, **static)
 
     def clear_cache(self) -> None:
-        for jitted in (self._plain, *self._with_options.values()):
-            jitted.clear_cache()
+        self._plain.clear_cache()
+        self._with_options.cache_clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plain, name)
 
-    def _jitted(self, models: Any) -> Any:
+    def _jitted(self, models: Any, args: tuple[Any, ...]) -> Any:
         model = mesh_model(getattr(models, "target", models))
-        options = {} if model is None else dict(model.compiler_options)
-        if not options:
+        options = {} if model is None else model.compiler_options
+        # A program inside another one is compiled as that one is.
+        if not options or any(isinstance(x, Tracer) for x in jax.tree.leaves((models, args))):
             return self._plain
-        key = tuple(sorted(options.items()))
-        if key not in self._with_options:
-            self._with_options[key] = jax.jit(
-                self._function, compiler_options=options, **self._settings
-            )
-        return self._with_options[key]
+        return self._with_options(tuple(sorted(options.items())))
 
 
 def on_mesh_of(
@@ -160,30 +148,3 @@ def agreed(value: Any) -> Any:
     """The ``value`` of process 0, on all processes that share a model."""
     with in_time():
         return from_first(value)
-
-
-def agreed_params(
-    models: Models,
-    prompts: Sequence[np.ndarray],
-    params: SamplingParams | Sequence[SamplingParams],
-    settings: Any,
-) -> tuple[SamplingParams, ...]:
-    """`one_each`, with the same seeds on all processes that share the model.
-
-    ``settings``: what else they decode with. Raises `ValueError` on all of them where they made
-    different calls.
-    """
-    rows = one_each(params, len(prompts))
-    if not is_shared(models.target):
-        return rows
-    check_same(
-        {
-            **versions(),
-            "models": digest([model and model.config for model in (models.target, models.draft)]),
-            "prompts": digest([prompt.tolist() for prompt in prompts]),
-            "sampling params": digest(params),
-            "settings": digest(settings),
-        }
-    )
-    seeds = from_first([row.seed for row in rows])
-    return tuple(dataclasses.replace(row, seed=s) for row, s in zip(rows, seeds, strict=True))

@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 
 from jspec.config import shown, whole_number
 from jspec.decode.auto import Gammas
-from jspec.decode.checks import check_models
+from jspec.decode.checks import check_exact, check_models
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
-from jspec.decode.exact import check_exact
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import FlatModels, Models

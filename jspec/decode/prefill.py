@@ -15,13 +15,15 @@ from jspec.cache import Cache, Layout
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import (
     Prompt,
+    agreed_params,
     as_ids,
+    check_exact,
     check_models,
     check_requests,
+    check_started,
     strongest,
 )
-from jspec.decode.exact import check_exact, check_started
-from jspec.decode.on_mesh import agreed_params, layouts_for, mesh_model, on_mesh_of
+from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.rows import insert_row, padded, power_of_two, room_of, state_of
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models

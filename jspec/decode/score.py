@@ -9,10 +9,9 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
-from jspec.decode.checks import as_ids, check_requests
+from jspec.decode.checks import agreed_params, as_ids, check_exact, check_requests
 from jspec.decode.draft import NoDraft
-from jspec.decode.exact import check_exact
-from jspec.decode.on_mesh import agreed_params, jit_steps, layouts_for, mesh_model, on_mesh_of
+from jspec.decode.on_mesh import jit_steps, layouts_for, mesh_model, on_mesh_of
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.rows import padded
 from jspec.decode.settings import StepConfig

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache.layout import check_rings
+from jspec.decode.checks import check_started
 from jspec.decode.draft import Drafted, TargetPass
 from jspec.decode.draft.autoregressive import within_limits
-from jspec.decode.exact import check_started
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes

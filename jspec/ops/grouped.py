@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -162,74 +163,78 @@ def grouped_sizes(
     return sizes | {"bits": weight_bits(kernel)}
 
 
+def _build(
+    counts: list[int],
+    dtype: str,
+    *,
+    inputs: int = 48,
+    outputs: tuple[int, ...] = (40,),
+    share: int = 1,
+    kind: str = "",
+    **flags: bool,
+) -> Callable[[], tuple[Any, ...]]:
+    """What makes the arguments of a case: groups of so many rows each."""
+
+    def made() -> tuple[Any, ...]:
+        rng = np.random.default_rng(sum(counts))
+
+        def normal(*shape: int, scale: float = 1.0) -> Any:
+            values = scale * rng.standard_normal(shape, np.float32)
+            return values.astype(jnp.dtype(dtype))
+
+        rows, groups = sum(counts), len(counts)
+        kernel = normal(groups, inputs, *outputs, scale=inputs**-0.5)
+        if kind:
+            kernel = jax.tree.map(np.asarray, quantized(kernel, kind, leading=1))
+        x = normal(rows // share, inputs)
+        bias = normal(groups, *outputs) if flags.get("bias") else None
+        gather_indices, scatter_indices = (
+            rng.permutation(rows).astype(np.int32) if flags.get(name) else None
+            for name in ("gather_indices", "scatter_indices")
+        )
+        norm = RMS(normal(inputs)) if flags.get("norm") else None
+        weights = rng.random(rows, np.float32) if flags.get("weights") else None
+        starts = np.cumsum([0, *counts]).astype(np.int32)
+        return x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights
+
+    return made
+
+
+def _expected(
+    made: Callable[[], tuple[Any, ...]], static: dict[str, Any]
+) -> Callable[[], np.ndarray]:
+    """What computes the results of a case from the definition, in float64."""
+
+    def multiplied() -> np.ndarray:
+        x, kernel, *others = made()
+        kernel = _numbers(kernel) if isinstance(kernel, MXFP4) else kernel
+        x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights = jax.tree.map(
+            lambda leaf: np.asarray(leaf, np.float64), (x, kernel, *others)
+        )
+        if norm is not None:
+            x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + norm.eps) * norm.scale
+        if gather_indices is not None:
+            x = x[gather_indices.astype(int) // (len(gather_indices) // len(x))]
+        groups = np.repeat(np.arange(len(kernel)), np.diff(starts).astype(int))
+        y = np.einsum("mi,mi...->m...", x, kernel[groups])
+        y = y if bias is None else y + bias[groups]
+        if (clamped := static["clamped"]) is not None:
+            gate = np.minimum(y[:, 0], clamped.limit)
+            up = np.clip(y[:, 1], -clamped.limit, clamped.limit)
+            y = gate / (1 + np.exp(-clamped.alpha * gate)) * (up + 1)
+        elif static["gated"]:
+            y = y[:, 0] / (1 + np.exp(-y[:, 0])) * y[:, 1]
+        if scatter_indices is not None:
+            unsorted = np.empty_like(y)
+            unsorted[scatter_indices.astype(int)] = y
+            y = unsorted
+        return (y if weights is None else y * weights[:, None]).astype(np.float32)
+
+    return multiplied
+
+
 def _cases() -> list[Case]:
-    """Empty groups, all rows in one group, one row alone, and the matmuls of an expert.
-
-    The expected values are computed from the definition, in float64.
-    """
-
-    def build(
-        counts: list[int],
-        dtype: str,
-        *,
-        inputs: int = 48,
-        outputs: tuple[int, ...] = (40,),
-        share: int = 1,
-        kind: str = "",
-        **flags: bool,
-    ):
-        def made() -> tuple[Any, ...]:
-            rng = np.random.default_rng(sum(counts))
-
-            def normal(*shape: int, scale: float = 1.0) -> Any:
-                values = scale * rng.standard_normal(shape, np.float32)
-                return values.astype(jnp.dtype(dtype))
-
-            rows, groups = sum(counts), len(counts)
-            kernel = normal(groups, inputs, *outputs, scale=inputs**-0.5)
-            if kind:
-                kernel = jax.tree.map(np.asarray, quantized(kernel, kind, leading=1))
-            x = normal(rows // share, inputs)
-            bias = normal(groups, *outputs) if flags.get("bias") else None
-            gather_indices, scatter_indices = (
-                rng.permutation(rows).astype(np.int32) if flags.get(name) else None
-                for name in ("gather_indices", "scatter_indices")
-            )
-            norm = RMS(normal(inputs)) if flags.get("norm") else None
-            weights = rng.random(rows, np.float32) if flags.get("weights") else None
-            starts = np.cumsum([0, *counts]).astype(np.int32)
-            return x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights
-
-        return made
-
-    def expected(made, static):
-        def multiplied() -> np.ndarray:
-            x, kernel, *others = made()
-            kernel = _numbers(kernel) if isinstance(kernel, MXFP4) else kernel
-            x, kernel, starts, bias, gather_indices, scatter_indices, norm, weights = jax.tree.map(
-                lambda leaf: np.asarray(leaf, np.float64), (x, kernel, *others)
-            )
-            if norm is not None:
-                x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + norm.eps) * norm.scale
-            if gather_indices is not None:
-                x = x[gather_indices.astype(int) // (len(gather_indices) // len(x))]
-            groups = np.repeat(np.arange(len(kernel)), np.diff(starts).astype(int))
-            y = np.einsum("mi,mi...->m...", x, kernel[groups])
-            y = y if bias is None else y + bias[groups]
-            if (clamped := static["clamped"]) is not None:
-                gate = np.minimum(y[:, 0], clamped.limit)
-                up = np.clip(y[:, 1], -clamped.limit, clamped.limit)
-                y = gate / (1 + np.exp(-clamped.alpha * gate)) * (up + 1)
-            elif static["gated"]:
-                y = y[:, 0] / (1 + np.exp(-y[:, 0])) * y[:, 1]
-            if scatter_indices is not None:
-                unsorted = np.empty_like(y)
-                unsorted[scatter_indices.astype(int)] = y
-                y = unsorted
-            return (y if weights is None else y * weights[:, None]).astype(np.float32)
-
-        return multiplied
-
+    """Empty groups, all rows in one group, one row alone, and the matmuls of an expert."""
     plain = {"gated": False, "clamped": None, "dtype": np.dtype("float32")}
     gate = plain | {"gated": True}
     clamp = gate | {"clamped": ClampedSwiGLU(limit=1.5)}
@@ -239,24 +244,27 @@ def _cases() -> list[Case]:
     four: Any = {"inputs": 96, "kind": "mxfp4"}
     few = [0, 0, 2, 0, 0, 1, 3, 0, 0, 0]
     every = {
-        "some-empty": (build([0, 3, 0, 17, 1, 0], "float32"), plain),
-        "in-one": (build([0, 9, 0], "float16"), plain),
-        "one-row": (build([0, 0, 0, 1], "float16", inputs=40, outputs=(21,)), plain),
-        "gated": (build(few, "float32", **both, **first), gate),
-        "clamped": (build([4, 0, 20], "float32", **both, **first, bias=True), clamp),
-        "weighted": (build(few, "float32", **last), plain),
-        "biased": (build([4, 0, 20], "float16", **last, bias=True), plain),
-        "mxfp4-gated": (build(few, "float32", **both, **first, **four), gate),
-        "mxfp4-clamped": (build([20, 0, 4], "float32", **both, **first, **four, bias=True), clamp),
-        "mxfp4-biased": (build([0, 4, 20], "float16", **last, **four, bias=True), plain),
-        "mxfp4-few": (build(few, "bfloat16", **last, **four, bias=True), plain),
+        "some-empty": (_build([0, 3, 0, 17, 1, 0], "float32"), plain),
+        "in-one": (_build([0, 9, 0], "float16"), plain),
+        "one-row": (_build([0, 0, 0, 1], "float16", inputs=40, outputs=(21,)), plain),
+        "gated": (_build(few, "float32", **both, **first), gate),
+        "clamped": (_build([4, 0, 20], "float32", **both, **first, bias=True), clamp),
+        "weighted": (_build(few, "float32", **last), plain),
+        "biased": (_build([4, 0, 20], "float16", **last, bias=True), plain),
+        "mxfp4-gated": (_build(few, "float32", **both, **first, **four), gate),
+        "mxfp4-clamped": (
+            _build([20, 0, 4], "float32", **both, **first, **four, bias=True),
+            clamp,
+        ),
+        "mxfp4-biased": (_build([0, 4, 20], "float16", **last, **four, bias=True), plain),
+        "mxfp4-few": (_build(few, "bfloat16", **last, **four, bias=True), plain),
         "mxfp4-many": (
-            build([3, 0, 27], "bfloat16", **both, **four, gather_indices=True, bias=True),
+            _build([3, 0, 27], "bfloat16", **both, **four, gather_indices=True, bias=True),
             clamp,
         ),
     }
     return [
-        Case(name, made, static, small=True, expected=expected(made, static))
+        Case(name, made, static, small=True, expected=_expected(made, static))
         for name, (made, static) in every.items()
     ]
 

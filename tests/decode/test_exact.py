@@ -12,8 +12,8 @@ import jspec
 from jspec.cache import LinearLayout, RingLayout
 from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
-from jspec.decode import exact
-from jspec.decode.exact import check_exact
+from jspec.decode import checks
+from jspec.decode.checks import check_exact
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import EXACT_BACKENDS, StepConfig
 from jspec.dispatch import BackendError, Backends
@@ -48,7 +48,7 @@ def test_without_a_gpu_it_is_refused_when_it_is_asked_for(run, tiny):
 @pytest.fixture
 def with_a_gpu(monkeypatch):
     """As if there were one that runs Triton."""
-    monkeypatch.setattr(exact, "refuses_triton", lambda: None)
+    monkeypatch.setattr(checks, "refuses_triton", lambda: None)
 
 
 @pytest.mark.parametrize(

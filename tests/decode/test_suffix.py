@@ -9,7 +9,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import NgramDraft, SuffixDraft, named_draft
-from jspec.decode.draft.suffix import SuffixIndex
+from jspec.decode.draft.lookup import SuffixIndex
 from jspec.decode.generation import generate
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.rows import grow_capacity

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jspec
 from jspec.config import ModelConfig, SamplingParams
-from jspec.decode import exact
+from jspec.decode import checks
 from jspec.decode.draft import GuidedDraft, NoDraft
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
@@ -54,7 +54,7 @@ def interpreting(interpreted, monkeypatch):
     for module in (linear, attention, append):
         monkeypatch.setattr(module, "triton_call", call)
         monkeypatch.setattr(module, "refuses_triton", lambda: None)
-    monkeypatch.setattr(exact, "refuses_triton", lambda: None)
+    monkeypatch.setattr(checks, "refuses_triton", lambda: None)
 
 
 def decoded(models, texts, config: StepConfig, new: int, **settings) -> DecodeState:
