@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,6 +54,8 @@ hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+MAPS = Path("/proc/self/maps")
+TRACED_AGAIN = ("jspec", "bench", "examples", "tests")  # packages whose functions tests replace
 
 TINY = ModelConfig.uniform(
     vocab_size=41,
@@ -113,11 +116,20 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _room_for_programs():
-    """Compiled programs hold memory maps, of which Linux gives a process 65,530."""
+def _clear_programs():
+    """Clear what jspec and the tests compiled, but not the operations that they call eagerly.
+
+    A test may have replaced what a function calls while it is traced. Programs also take memory
+    maps, of which Linux gives a process 65,530.
+    """
     yield
     PROGRAMS.clear()
-    jax.clear_caches()
+    modules = [module for name, module in sys.modules.items() if name.startswith(TRACED_AGAIN)]
+    for value in (value for module in modules for value in vars(module).values()):
+        if isinstance(value, jax.stages.Wrapped):
+            value.clear_cache()
+    if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
     gc.collect()
 
 
@@ -159,9 +171,11 @@ def short_command(monkeypatch, short_bundled):
 @pytest.fixture(scope="module")
 def optimised():
     """All of XLA's optimisations, for modules about what they may do to a program or a float."""
+    jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", QUICK)
+    jax.clear_caches()
 
 
 @pytest.fixture

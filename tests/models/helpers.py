@@ -36,7 +36,7 @@ LLAMA = {
 }
 
 
-@nnx.jit
+@jax.jit
 def _step(model: Decoder, tokens: jax.Array, positions: jax.Array, cache: Cache):
     hidden, cache = model(tokens, positions, DenseAttend(positions), cache)
     return model.logits(hidden), cache
