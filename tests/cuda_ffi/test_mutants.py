@@ -65,7 +65,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def _compile(*arguments) -> None:
-    flags = (*FLAGS["cpu"], f"-I{SRC}", f"-I{jax.ffi.include_dir()}")
+    flags = (*FLAGS["cpu"], "-O0", f"-I{SRC}", f"-I{jax.ffi.include_dir()}")
     subprocess.run([find("cpu").compiler, *flags, *arguments], check=True)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -135,9 +136,15 @@ def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, mo
     config = StepConfig(2, Listening(), rule=rule)
     hot = SamplingParams(temperature=1.0, seed=9, max_new_tokens=4)
     state = prefill.start_decoding(sharp, [[1, 2, 3], [4]], [hot, hot], config)
-    _, after = step_module.draft(Models(sharp), state, config)
-    np.testing.assert_array_equal(draft_seeds[0], expected)
-    np.testing.assert_array_equal(after.sampling.seeds, [9, 9])
     monkeypatch.setattr(step_module, "verify_stochastic", listening)
-    step_module.decode_step(Models(sharp), after, config)
-    np.testing.assert_array_equal(judged[0], expected if learns else [9, 9])
+
+    @jax.jit
+    def run(models, state):
+        _, after = step_module.draft(models, state, config)
+        step_module.decode_step(models, after, config)
+        return draft_seeds[0], after.sampling.seeds, judged[0]
+
+    of_draft, after, of_verification = run(Models(sharp), state)
+    np.testing.assert_array_equal(of_draft, expected)
+    np.testing.assert_array_equal(after, [9, 9])
+    np.testing.assert_array_equal(of_verification, expected if learns else [9, 9])

@@ -64,9 +64,11 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int,
     """
     specs, capacity = (spec,), k.shape[1]
     layouts = layouts_on(helix, specs, capacity, tokens - 1)
-    cache = Cache.create(specs, layouts, len(lengths), jnp.float32)
-    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim == 4 else x, cache)
-    begin = jnp.asarray(lengths, jnp.int32)
+    begin = np.array(lengths, np.int32)
+
+    def poisoned():
+        cache = Cache.create(specs, layouts, len(lengths), jnp.float32)
+        return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim == 4 else x, cache)
 
     def body(cache, q, k, v):
         cache = part_of(helix, cache)
@@ -93,7 +95,7 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int,
         out, cache = run(q, new_k, new_v, where, cache)
         return jnp.concatenate(prefix, axis=1), out, whole_of(helix, cache)
 
-    spec_of = cache_specs(helix, cache)
+    spec_of = cache_specs(helix, jax.eval_shape(poisoned))
     heads = P(None, None, "tpa")
     run = jax.shard_map(
         body,
@@ -101,7 +103,7 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int,
         in_specs=(spec_of, heads, heads, heads),
         out_specs=(*[P(None, None, helix.axes)] * 2, spec_of),
     )
-    return jax.jit(run)(cache, q, k, v)
+    return jax.jit(lambda *arrays: run(poisoned(), *arrays))(q, k, v)
 
 
 def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) -> None:

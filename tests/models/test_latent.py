@@ -159,13 +159,14 @@ def by_brute_force(x, mixture: MixtureOfExperts, settings: Experts):
 )  # fmt: skip
 def test_a_mixture_equals_its_experts_one_by_one(settings):
     rng = np.random.default_rng(0)
-    mixture = MixtureOfExperts(16, settings, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    mixture = jax.jit(lambda: MixtureOfExperts(16, settings, dtype=jnp.float32, rngs=nnx.Rngs(0)))()
     if settings.corrected:
         mixture.router.correction = nnx.Param(jnp.asarray(rng.normal(0, 0.2, 12), jnp.float32))
     x = rng.standard_normal((2, 9, 16))
     normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
     expected = x + by_brute_force(normed.reshape(-1, 16), mixture, settings).reshape(x.shape)
-    got = mixture(jnp.asarray(x, jnp.float32), RMS(jnp.ones(16), 1e-6))
+    run = jax.jit(lambda mixture, x: mixture(x, RMS(jnp.ones(16), 1e-6)))
+    got = run(mixture, x.astype(np.float32))
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
 

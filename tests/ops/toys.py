@@ -275,8 +275,8 @@ def check_block_law(toy: Toy, groups: list[Group], *, seed: int = 0, verify=veri
         check_counts(observed, block_law(toy, group.params, group.length))
 
 
-def check_forced(toy: Toy, number: int) -> None:
-    """Outcomes where every random number is ``number``, 0 or `LAST_NUMBER`, against Python.
+def check_forced(toy: Toy, *numbers: int) -> None:
+    """Outcomes where every random number is one of ``numbers``, 0 or `LAST_NUMBER`, against Python.
 
     At 0 all that is possible is accepted and the first possible token is drawn; at the last number
     only what the target likes at least as much as the draft is accepted, and the last possible
@@ -296,33 +296,38 @@ def check_forced(toy: Toy, number: int) -> None:
     q = probabilities(draft_logits, rows, filtered=False)
     if toy.one_hot:
         q = np.eye(vocabulary)[drafts]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            stochastic_module,
-            "number",
-            lambda seeds, at, role: to_uint64(number, at.shape),
-        )
-        got = fresh_verify()(
-            drafts,
-            target_logits,
-            np.full(count, gamma, np.int32),
-            np.full((count, 1), -1, np.int32),
-            rows,
-            np.zeros(count, np.int32),
-            draft_logits=None if toy.one_hot else draft_logits,
-            filtered=False,
-        )
-    for row, draft in enumerate(drafts):
-        accepted = 0
-        while accepted < gamma:
-            prefix, token = (row, accepted), draft[accepted]
-            if p[prefix][token] == 0 or (number > 0 and p[prefix][token] < q[prefix][token]):
-                break
-            accepted += 1
-        weights = p[row, accepted]
-        if accepted < gamma:
-            weights = np.maximum(weights - q[row, accepted], 0)
-        possible = np.flatnonzero(weights)
-        following = possible[0] if number == 0 else possible[-1]
-        assert got.accepted[row] == accepted, f"draft {draft}"
-        assert got.next_token[row] == following, f"draft {draft}"
+
+    @jax.jit
+    def run(every, draft_logits, *args):
+        with pytest.MonkeyPatch.context() as patch:
+            numbers = lambda seeds, at, role: jnp.broadcast_to(every, at.shape)  # noqa: E731
+            patch.setattr(stochastic_module, "number", numbers)
+            settings = {"filtered": False, "implementation": "xla"}
+            return verify_stochastic(*args, draft_logits=draft_logits, **settings)
+
+    args = (
+        *(None if toy.one_hot else draft_logits, drafts, target_logits),
+        *(np.full(count, gamma, np.int32), np.full((count, 1), -1, np.int32)),
+        *(rows, np.zeros(count, np.int32)),
+    )
+    for number in numbers:
+        got = jax.device_get(run(to_uint64(number), *args))
+        for row, draft in enumerate(drafts):
+            accepted, following = certain_outcome(number, p[row], q[row], draft)
+            assert got.accepted[row] == accepted, f"draft {draft}"
+            assert got.next_token[row] == following, f"draft {draft}"
+
+
+def certain_outcome(number: int, p, q, draft) -> tuple[int, int]:
+    """Accepted tokens of ``draft`` and the token after them, by ``p [gamma+1, V]``, ``q``."""
+    accepted = 0
+    while accepted < len(draft):
+        token = draft[accepted]
+        if p[accepted][token] == 0 or (number > 0 and p[accepted][token] < q[accepted][token]):
+            break
+        accepted += 1
+    weights = p[accepted]
+    if accepted < len(draft):
+        weights = np.maximum(weights - q[accepted], 0)
+    possible = np.flatnonzero(weights)
+    return accepted, possible[0] if number == 0 else possible[-1]

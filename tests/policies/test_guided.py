@@ -113,21 +113,22 @@ def test_it_picks_the_highest_means(name, layout):
     """In ragged rows, one of them without a past, with NaN in all slots that hold nothing."""
     policy = GUIDED[name]
     cache = filled(Dense(), layout, junk=np.nan)
-    positions = jnp.asarray(POSITIONS, jnp.int32)
+    positions, accepted = np.array(POSITIONS, np.int32), np.array(ACCEPTED, np.int32)
     q, k, v = random(BATCH, 4, 4, 8, seed=5), random(BATCH, 4, 2, 8), random(BATCH, 4, 2, 4)
-    accepted = jnp.asarray(ACCEPTED, jnp.int32)
 
     @jax.jit
     def run(q, k, v, cache):
         attend = CollectingAttend(positions, cache.lengths, policy=policy)
         out, after = attend(0, q, k, v, Collecting(cache))
-        return out, after.cache, picks(policy, after.cache, after.collected, positions, accepted)
+        picked = picks(policy, after.cache, after.collected, positions, accepted)
+        return (out, DenseAttend(positions)(0, q, k, v, cache)[0]), keys_of(after.cache), picked
 
-    out, after, (picked,) = run(q, k, v, cache)
-    expected, _ = DenseAttend(positions)(0, q, k, v, cache)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-    slots = layout.slots(jnp.arange(CAPACITY, dtype=jnp.int32))
-    keys = np.float64(jnp.take(after.keys(0), slots, axis=1))
+    def keys_of(cache):
+        return jnp.take(cache.keys(0), layout.slots(jnp.arange(CAPACITY, dtype=jnp.int32)), axis=1)
+
+    outs, keys, (picked,) = run(q, k, v, cache)
+    np.testing.assert_allclose(*outs, atol=2e-6)
+    keys = np.float64(keys)
     picked = np.asarray(picked)
     assert picked.ndim == 2 + policy.per_head
     for row in range(BATCH):

@@ -1,5 +1,7 @@
 """QuantSpec: 4 bits as numpy has them, what is read in them, and drafts that lose nothing."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,13 +41,14 @@ def reference(x: np.ndarray, group: int) -> np.ndarray:
 def test_numbers_in_4_bits():
     x = np.array(random(2, 3, 2, 8, seed=3))
     x[0, 0, 0, :4] = 0.25  # a group of equal numbers
-    codes, scales = in_4_bits(jnp.asarray(x), 4)
+    there = jax.jit(in_4_bits, static_argnums=1)
+    back_again = jax.jit(lambda x: from_4_bits(*in_4_bits(x, 4)))
+    codes, scales = there(x, 4)
     assert (codes.shape, codes.dtype) == ((2, 3, 2, 4), jnp.uint8)
     assert scales.shape == (2, 3, 2, 2, 2)
-    got = np.asarray(from_4_bits(codes, scales))
-    np.testing.assert_allclose(got, reference(x, 4), rtol=1e-5, atol=1e-6)
-    half = jnp.asarray(x, jnp.bfloat16)
-    back = np.float64(from_4_bits(*in_4_bits(half, 4)))
+    np.testing.assert_allclose(back_again(x), reference(x, 4), rtol=1e-5, atol=1e-6)
+    half = x.astype(jnp.bfloat16)
+    back = np.float64(back_again(half))
     spread = np.float64(half).reshape(2, 3, 2, 2, 4)
     # Half a step, and what bfloat16 leaves of the lowest number, the step and their sum.
     tolerance = (spread.max(-1) - spread.min(-1)) / 30 + 0.02 * np.abs(spread).max(-1)
@@ -65,19 +68,24 @@ def attended(q, keys, values) -> np.ndarray:
 
 def filled(layout, lengths) -> tuple[Cache, np.ndarray, np.ndarray]:
     """A layer with random tokens, NaN in unused slots, and these keys and values."""
-    size, batch = layout.size, len(lengths)
-    k, v = random(batch, size, 2, 8, seed=1), random(batch, size, 2, 4, seed=2)
+    shape = len(lengths), layout.size, 2
+    k, v = np.array(random(*shape, 8, seed=1)), np.array(random(*shape, 4, seed=2))
+    return _filled(layout, np.array(lengths, np.int32), k, v), k, v
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _filled(layout, context_len, k, v) -> Cache:
+    batch, size = k.shape[:2]
     cache = create_cache(POLICY, [SPEC], [layout], batch, jnp.float32)
     junk = {
         name: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for name, x in cache.columns[0].items()
     }
     index = jnp.arange(size, dtype=jnp.int32)[None]
-    context_len = jnp.asarray(lengths, jnp.int32)
     positions = jnp.where(index < context_len[:, None], index, -1)
     more = POLICY.encoder(None, 0)(k, v)
     cache = cache.replaced(0, **junk).append(0, positions, keys=k, values=v, **more)
-    return cache.with_lengths(context_len), np.asarray(k), np.asarray(v)
+    return cache.with_lengths(context_len)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +94,15 @@ def filled(layout, lengths) -> tuple[Cache, np.ndarray, np.ndarray]:
 def test_a_draft_reads_4_bits_and_new_tokens_as_they_are(layout):
     lengths = [20, 3, 0]
     cache, k, v = filled(layout, lengths)
-    context_len = cache.lengths
     q = random(3, 2, 4, 8, seed=5)
     new_k, new_v = random(3, 2, 2, 8, seed=6), random(3, 2, 2, 4, seed=7)
-    positions = context_len[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
-    attend = SelectedAttend(positions, context_len, 2, policy=POLICY)
-    out, after = attend(0, q, new_k, new_v, cache)
+
+    @jax.jit
+    def run(cache, *new):
+        positions = cache.lengths[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+        return SelectedAttend(positions, cache.lengths, 2, policy=POLICY)(0, *new, cache)
+
+    out, after = run(cache, q, new_k, new_v)
     for row, length in enumerate(lengths):
         keys, values = (
             np.concatenate([reference(x[row, :length], 4), np.asarray(new[row])])
@@ -99,20 +110,25 @@ def test_a_draft_reads_4_bits_and_new_tokens_as_they_are(layout):
         )
         np.testing.assert_allclose(out[row], attended(q[row], keys, values), rtol=2e-4, atol=2e-5)
     # The cache itself keeps its keys.
-    slots = layout.slots(jnp.arange(lengths[0]))
-    np.testing.assert_array_equal(after.columns[0]["keys"][0, slots], k[0, : lengths[0]])
+    slots = jax.jit(layout.slots)(np.arange(lengths[0]))
+    keys = np.asarray(after.columns[0]["keys"])
+    np.testing.assert_array_equal(keys[0, slots], k[0, : lengths[0]])
 
 
 def test_verification_reads_the_cache_as_it_is():
     cache, k, v = filled(LinearLayout(24), [20, 3, 0])
     q, new_k, new_v = random(3, 1, 4, 8), random(3, 1, 2, 8, seed=6), random(3, 1, 2, 4, seed=7)
-    positions = cache.lengths[:, None]
-    out, after = DenseAttend(positions, policy=POLICY)(0, q, new_k, new_v, cache)
+
+    @jax.jit
+    def run(cache, *new):
+        return DenseAttend(cache.lengths[:, None], policy=POLICY)(0, *new, cache)
+
+    out, after = run(cache, q, new_k, new_v)
     keys, values = np.concatenate([k[0, :20], new_k[0]]), np.concatenate([v[0, :20], new_v[0]])
     np.testing.assert_allclose(out[0], attended(q[0], keys, values), rtol=1e-4, atol=1e-5)
     # The new token is kept in 4 bits too.
     columns = after.columns[0]
-    got = from_4_bits(columns["value_codes"], columns["value_scales"])[0, 20]
+    got = jax.jit(from_4_bits)(columns["value_codes"], columns["value_scales"])[0, 20]
     np.testing.assert_allclose(got, reference(np.asarray(new_v[0, 0]), 4), rtol=1e-5, atol=1e-6)
 
 
