@@ -31,19 +31,22 @@ class RopeScaling:
 
     Attributes:
         kind: ``linear`` (positions divided by ``factor``), ``llama3`` (Llama 3.1: long waves are
-            divided by ``factor``, short ones are not, with a ramp between) or ``yarn`` (Peng et al.
-            2023, with its attention temperature).
+            divided by ``factor``, short ones are not, with a ramp between), ``yarn`` (Peng et al.
+            2023, with its attention temperature) or ``longrope`` (Ding et al. 2024: each wave is
+            divided by its own of ``wave_factors``, with an attention temperature).
         factor: The ratio of the contexts, at least 1.
-        original_context: The trained context in tokens, which ``llama3`` and ``yarn`` need.
+        original_context: The trained context in tokens, which all but ``linear`` need.
         low_frequency_factor: Where the ramp of ``llama3`` begins.
         high_frequency_factor: Where the ramp of ``llama3`` ends.
         beta_fast: Where the ramp of ``yarn`` begins, in rotations.
         beta_slow: Where the ramp of ``yarn`` ends, in rotations.
-        attention_factor: The factor on cosine and sine of ``yarn``; None is the paper's.
+        attention_factor: The factor on cosine and sine of ``yarn`` and ``longrope``; None is the
+            paper's.
         truncate: Whether the ends of the ramp of ``yarn`` are rounded to whole channels.
+        wave_factors: The divisors of ``longrope``, one for each pair of rotated channels.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original_context: int = 0
     low_frequency_factor: float = 1.0
@@ -52,11 +55,22 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    wave_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         require(
-            self.kind in ("linear", "llama3", "yarn"),
-            f"rope scaling {self.kind!r:.80} is unknown; jspec has linear, llama3 and yarn",
+            self.kind in ("linear", "llama3", "yarn", "longrope"),
+            f"rope scaling {self.kind!r:.80} is unknown; jspec has linear, llama3, yarn and "
+            "longrope",
+        )
+        factors = self.wave_factors
+        require(
+            isinstance(factors, tuple) and all(is_number(x) and 1e-6 <= x <= 1e12 for x in factors),
+            f"wave_factors={factors!r:.80} must be a tuple of finite numbers from 1e-06 to 1e12",
+        )
+        require(
+            bool(factors) == (self.kind == "longrope"),
+            f"wave_factors={factors!r:.80} do not go with rope scaling {self.kind}",
         )
         _check_rope_numbers(self, "factor", low=1)
         require(
@@ -82,10 +96,18 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """A rotary position embedding: its base ``theta``, above 1, and its ``scaling``, if any."""
+    """A rotary position embedding.
+
+    Attributes:
+        theta: Its base, above 1.
+        scaling: How it is stretched beyond the trained context; None is not at all.
+        rotated: Channels of a head that it rotates, even; 0 is none (NoPE), None is all. Of H
+            channels the pairs are those of number i and i + H / 2, and the first are rotated.
+    """
 
     theta: float = 10000.0
     scaling: RopeScaling | None = None
+    rotated: int | None = None
 
     def __post_init__(self) -> None:
         _check_rope_numbers(self, "theta", low=1)
@@ -93,6 +115,11 @@ class Rope:
         require(
             self.scaling is None or isinstance(self.scaling, RopeScaling),
             f"scaling={self.scaling!r:.80} must be a RopeScaling or None",
+        )
+        rotated = self.rotated
+        require(
+            rotated is None or (type(rotated) is int and rotated >= 0 and rotated % 2 == 0),
+            f"rotated={rotated!r:.80} must be an even number of channels, or None for all",
         )
 
 
@@ -162,11 +189,17 @@ class ModelConfig:
         out_bias: Whether the projection of attention's output has a bias.
         mlp_bias: Whether the feed-forward has biases.
         qk_norm: Whether queries and keys are normed.
+        joint_qk_norm: Whether that norm is over the channels of all heads together, in place of
+            each head.
         sinks: Whether each head has a learned attention sink.
-        post_norms: Whether attention and feed-forward have a norm after them, too.
+        pre_norms: Whether attention and feed-forward have a norm before them.
+        post_norms: Whether attention and feed-forward have a norm after them.
         centered_norms: Whether all norms scale by 1 + their parameter.
         activation: The activation of the feed-forward.
         embedding_scale: A factor on embeddings, unless it is None.
+        residual_scale: A factor on what attention and feed-forward add to the hidden states, unless
+            it is None.
+        logit_scale: A factor on logits, before their soft cap, unless it is None.
         logit_softcap: Logits are ``logit_softcap * tanh(logits / logit_softcap)``, unless it is
             None.
         latent: Multi-head latent attention: a layer keeps one KV head, latent and rotated key
@@ -189,11 +222,15 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     sinks: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     centered_norms: bool = False
     activation: Activation = "silu"
     embedding_scale: float | None = None
+    residual_scale: float | None = None
+    logit_scale: float | None = None
     logit_softcap: float | None = None
     latent: Latent | None = None
     experts: Experts | None = None
@@ -233,8 +270,9 @@ class ModelConfig:
         check_sizes(self, "vocab_size", "hidden_size", "intermediate_size", "num_heads")
         check_sizes(self, "max_context")
         check_numbers(self, "norm_eps", *present_fields(self, "embedding_scale", "logit_softcap"))
+        check_numbers(self, *present_fields(self, "residual_scale", "logit_scale"))
         check_flags(self, "tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sinks")
-        check_flags(self, "post_norms", "centered_norms")
+        check_flags(self, "joint_qk_norm", "pre_norms", "post_norms", "centered_norms")
         known = get_args(Activation)
         require(
             self.activation in known,
@@ -258,10 +296,17 @@ class ModelConfig:
                 part is None or isinstance(part, kind),
                 f"{name}={part!r:.80} must be {kind.__name__} or None",
             )
+        is_plain = self.latent is None and self.experts is None
         require(
-            not self.post_norms or (self.latent is None and self.experts is None),
-            "post_norms go with plain attention and feed-forward; leave latent and experts out",
+            is_plain or (not self.post_norms and self.residual_scale is None),
+            "post_norms and residual_scale go with plain attention and feed-forward; leave latent "
+            "and experts out",
         )
+        require(
+            self.pre_norms or self.post_norms,
+            "pre_norms=False leaves no norm in a layer; give post_norms=True",
+        )
+        require(self.qk_norm or not self.joint_qk_norm, "joint_qk_norm=True needs qk_norm=True")
         for index, spec in enumerate(self.layers):
             self._check_layer(f"layers[{index}]", spec)
         self._check_stop_tokens()
@@ -278,6 +323,19 @@ class ModelConfig:
         require(
             spec.rope < len(self.ropes),
             f"{name}: rope={spec.rope} must be an index into the {len(self.ropes)} ropes",
+        )
+        rope = self.ropes[spec.rope]
+        size = spec.key_size if self.latent is None else self.latent.rope_size
+        pairs = (size if rope.rotated is None else rope.rotated) // 2
+        require(
+            rope.rotated is None or (self.latent is None and rope.rotated <= spec.key_size),
+            f"{name}: rotated={rope.rotated} of its rope must be at most key_size={spec.key_size}, "
+            "and None with latent",
+        )
+        scaling = rope.scaling
+        require(
+            scaling is None or len(scaling.wave_factors) in (0, pairs),
+            f"{name}: its rope needs {pairs} wave_factors, one for each pair of rotated channels",
         )
         if (latent := self.latent) is not None:
             keeps = spec.kv_heads, spec.key_size, spec.value_size, spec.values_in_keys

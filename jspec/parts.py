@@ -7,6 +7,7 @@ from typing import Literal
 
 from jspec.checks import check_flags, check_numbers, check_sizes, present_fields, require
 
+EXPERT_LIMIT = 4096  # a file that asks for more is damaged
 # The gate of a feed-forward: SwiGLU's, or GeGLU's with the tanh approximation.
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -66,6 +67,8 @@ class Experts:
         chosen: experts of each token.
         size: channels of an expert.
         shared_size: channels of an expert that every token takes as well; None for none.
+        shared_gated: whether the output of that expert is multiplied by the sigmoid of a learned
+            projection of the token to one number.
         dense_layers: indices of the layers with a plain feed-forward instead.
         score: how the router's logits become scores.
         groups: experts are in so many groups of the same size.
@@ -84,6 +87,7 @@ class Experts:
     chosen: int
     size: int
     shared_size: int | None = None
+    shared_gated: bool = False
     dense_layers: tuple[int, ...] = ()
     score: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
@@ -99,7 +103,12 @@ class Experts:
         check_sizes(self, "routed", "chosen", "size", "groups", "chosen_groups")
         check_sizes(self, *present_fields(self, "shared_size"))
         check_numbers(self, "factor")
-        check_flags(self, "corrected", "normalized", "bias")
+        check_flags(self, "shared_gated", "corrected", "normalized", "bias")
+        require(
+            self.shared_size is not None or not self.shared_gated,
+            "shared_gated=True needs shared_size, the channels of the shared expert",
+        )
+        require(self.routed <= EXPERT_LIMIT, f"routed={self.routed} must be at most {EXPERT_LIMIT}")
         require(
             self.clamped is None or isinstance(self.clamped, ClampedSwiGLU),
             f"clamped={self.clamped!r:.80} must be a ClampedSwiGLU or None",

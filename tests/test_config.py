@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
+from jspec.parts import Experts
 from tests.conftest import TINY
 
 MODEL = {field.name: getattr(TINY, field.name) for field in dataclasses.fields(TINY)}
@@ -124,6 +125,26 @@ BAD = [
         MODEL | {"layers": second(rope=1)},
         "layers[1]: rope=1 must be an index into",
     ),
+    (ModelConfig, MODEL | {"joint_qk_norm": True}, "joint_qk_norm=True needs qk_norm=True"),
+    (ModelConfig, MODEL | {"pre_norms": False}, "pre_norms=False leaves no norm in a layer"),
+    (ModelConfig, MODEL | {"residual_scale": 0.0}, "residual_scale=0.0 must be a positive, finite"),
+    (Rope, {"rotated": 3}, "rotated=3 must be an even number of channels, or None for all"),
+    (
+        ModelConfig,
+        MODEL | {"ropes": (Rope(rotated=18),)},
+        "layers[0]: rotated=18 of its rope must be at most key_size=16",
+    ),
+    (
+        RopeScaling,
+        {"kind": "yarn", "factor": 2.0, "original_context": 8, "wave_factors": (1.0,)},
+        "wave_factors=(1.0,) do not go with rope scaling yarn",
+    ),
+    (
+        Experts,
+        {"routed": 4, "chosen": 2, "size": 8, "shared_gated": True},
+        "shared_gated=True needs shared_size",
+    ),
+    (Experts, {"routed": 4097, "chosen": 2, "size": 8}, "routed=4097 must be at most 4096"),
     (ModelConfig, MODEL | {"stop_tokens": (3, 41)}, "stop_tokens=(3, 41) must be a tuple of token"),
     (ModelConfig, MODEL | {"stop_tokens": [3]}, "stop_tokens=[3] must be a tuple of token ids"),
     (ModelConfig.uniform, UNIFORM | {"num_layers": 0}, "num_layers=0 must be a positive int"),

@@ -45,7 +45,7 @@ class Step:
         self.eps, self.sizes = config.norm_eps, (config.num_heads, spec.kv_heads, spec.key_size)
         self._set_weights(dict(model.named_parameters()), config.num_layers)
         rope = config.ropes[spec.rope]
-        frequencies, self.factor = rope_frequencies(spec.key_size, rope.theta, rope.scaling)
+        frequencies, self.factor = rope_frequencies(spec.key_size, rope)
         self.frequencies = torch.from_numpy(frequencies).to(device)
         layers = range(config.num_layers)
         self.keys = [_copied(state.cache.keys(layer), device) for layer in layers]

@@ -287,6 +287,8 @@ def _refuses_config(config: ModelConfig) -> str | None:
         "XLA computes the products of latent attention": config.latent is not None,
         "its norms scale by 1 + scale, which XLA computes": config.centered_norms,
         "XLA computes its norms after attention and MLP": config.post_norms,
+        "XLA scales what its layers add": config.residual_scale is not None,
+        "XLA computes the norm of all its heads together": config.joint_qk_norm,
         f"XLA computes its activation {config.activation}": config.activation != "silu",
         "XLA computes the sigmoid of its sinks": config.sinks,
         "XLA computes the soft cap of its logits": config.logit_softcap is not None,

@@ -227,6 +227,11 @@ def shard(model: Decoder, helix: HelixConfig) -> Sharded:
             f"ep={helix.ep} shares out experts, and a model of the family {model.config.family} "
             "has none; leave ep out"
         )
+    if model.config.joint_qk_norm and helix.tpa > 1:
+        raise ValueError(
+            f"tpa={helix.tpa} shares out heads, over all of which a model of the family "
+            f"{model.config.family} norms queries and keys; pass tpa=1"
+        )
     for layer, spec in enumerate(model.config.layers):
         helix.check_layer(layer, model.config.num_heads, spec)
     graph, state = nnx.split(model)

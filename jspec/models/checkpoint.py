@@ -128,7 +128,7 @@ def _load_hugging_face(
     config = dataclasses.replace(config, stop_tokens=ends)
     stored = family(config.family)
     quantization = quantization_of(values, str(source))
-    weights = Weights(path, stored, quantization=quantization)
+    weights = Weights(path, stored, config, quantization=quantization)
     weights.check_layers(config.num_layers)
     skeleton = _Skeleton(config, dtype)
     shapes = separate_shapes(config, skeleton.shapes, packed=stored.packed)

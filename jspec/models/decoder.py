@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
@@ -17,7 +18,16 @@ from jspec.config import LayerSpec, ModelConfig
 from jspec.models.experts import MixtureOfExperts
 from jspec.models.joined import qkv_parts
 from jspec.models.latent import LatentAttention
-from jspec.models.modules import MLP, JoinedLinear, Linear, NextQueries, RMSNorm, constant, normal
+from jspec.models.modules import (
+    MLP,
+    JoinedLinear,
+    Linear,
+    NextQueries,
+    RMSNorm,
+    add_output,
+    constant,
+    normal,
+)
 from jspec.models.rope import rope_angles, rope_frequencies
 from jspec.ops.append import QKRope
 from jspec.ops.attention.softmax import capped
@@ -32,6 +42,10 @@ def _norm(config: ModelConfig, size: int, *, dtype, rngs: nnx.Rngs | None) -> RM
     return RMSNorm(size, eps=config.norm_eps, centered=centered, dtype=dtype, rngs=rngs)
 
 
+def _rms(norm: RMSNorm | None) -> RMS | None:
+    return None if norm is None else norm.rms
+
+
 class Attention(nnx.Module):
     """Projections, optional QK norm and rotation around ``attend``."""
 
@@ -41,15 +55,19 @@ class Attention(nnx.Module):
         self.qkv = JoinedLinear(width, parts, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.out = Linear(outputs, width, bias=config.out_bias, dtype=dtype, rngs=rngs)
         options: Any = {"dtype": dtype, "rngs": rngs}
-        self.q_norm = _norm(config, spec.key_size, **options) if config.qk_norm else None
-        self.k_norm = _norm(config, spec.key_size, **options) if config.qk_norm else None
+        self.joint_norm = config.joint_qk_norm
+        q_heads, k_heads = (config.num_heads, spec.kv_heads) if self.joint_norm else (1, 1)
+        size = spec.key_size
+        self.q_norm = _norm(config, q_heads * size, **options) if config.qk_norm else None
+        self.k_norm = _norm(config, k_heads * size, **options) if config.qk_norm else None
         self.post_norm = _norm(config, width, **options) if config.post_norms else None
+        self.residual_scale = config.residual_scale
         self.sinks = constant((config.num_heads,), 0.0, dtype, rngs) if config.sinks else None
 
     def __call__(
         self,
         x: Array,
-        norm: RMS,
+        norm: RMS | None,
         layer: int,
         angles: tuple[Array, Array],
         attend: Attend,
@@ -61,7 +79,7 @@ class Attention(nnx.Module):
 
         Args:
             x: ``[B, T, D]``.
-            norm: applied to ``x`` in front of the projections.
+            norm: applied to ``x`` in front of the projections, if any.
             layer: index of the layer, for ``attend``.
             angles: rotary cosine and sine.
             attend: reads and writes ``cache``, as `jspec.typing.Attend`.
@@ -74,9 +92,7 @@ class Attention(nnx.Module):
         """
         joined = self.qkv.joined(x, norm) if joined is None else joined
         out, cache = self.attended(joined, layer, angles, attend, cache, next_queries)
-        if self.post_norm is None:
-            return self.out(out, add=x), cache
-        return x + self.post_norm(self.out(out)), cache
+        return add_output(x, out, self.out, self.post_norm, self.residual_scale), cache
 
     def attended(
         self,
@@ -88,9 +104,7 @@ class Attention(nnx.Module):
         next_queries: NextQueries | None = None,
     ):
         """The outputs of heads ``[B, T, N * H']`` for projections ``joined``, and the cache."""
-        q, k, v = self.qkv.split(joined)
-        q = q.reshape(*joined.shape[:2], -1, k.shape[-1])
-        qk_rope = self.qk_rope(angles, joined)
+        q, k, v, qk_rope = self._projections(joined, angles)
         more: dict[str, Any] = {}
         if self.sinks is not None:
             more["sinks"] = self.sinks[...].astype(jnp.float32)
@@ -102,33 +116,42 @@ class Attention(nnx.Module):
             out, cache = attend(layer, *qk_rope(q, k), v, cache, **more)
         return out.reshape(*out.shape[:2], -1), cache
 
-    def queries(self, x: Array, norm: RMS, angles: tuple[Array, Array]) -> Array:
+    def queries(self, x: Array, norm: RMS | None, angles: tuple[Array, Array]) -> Array:
         """The rotated queries ``[B, T, N, H]`` of ``norm(x)``."""
-        joined = self.qkv.joined(x, norm)
-        q, k, _ = self.qkv.split(joined)
-        return self.qk_rope(angles, joined)(q.reshape(*x.shape[:2], -1, k.shape[-1]), k)[0]
+        q, k, _, qk_rope = self._projections(self.qkv.joined(x, norm), angles)
+        return qk_rope(q, k)[0]
 
-    def qk_rope(self, angles: tuple[Array, Array], joined: Array) -> QKRope:
-        """The norms and the rotation of queries and keys, which are slices of ``joined``."""
-        q_norm, k_norm = (None if norm is None else norm.rms for norm in (self.q_norm, self.k_norm))
-        return QKRope(*angles, q_norm, k_norm, joined)
+    def _projections(
+        self, joined: Array, angles: tuple[Array, Array]
+    ) -> tuple[Array, Array, Array, QKRope]:
+        """Queries ``[B, T, N, H]``, keys and values, and what is left to do with the first two."""
+        q, k, v = self.qkv.split(joined)
+        q_norm, k_norm = _rms(self.q_norm), _rms(self.k_norm)
+        if self.joint_norm and q_norm is not None and k_norm is not None:
+            q, k = (norm(x.reshape(*x.shape[:2], -1)) for norm, x in ((q_norm, q), (k_norm, k)))
+            k = k.reshape(*v.shape[:-1], -1)
+            qk_rope = QKRope(*angles)
+        else:
+            qk_rope = QKRope(*angles, q_norm, k_norm, joined)
+        return q.reshape(*joined.shape[:2], -1, k.shape[-1]), k, v, qk_rope
 
 
 class Block(nnx.Module):
-    """A pre-norm decoder layer, the one of number ``layer``."""
+    """The decoder layer of number ``layer``."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         width, experts = config.hidden_size, config.experts
         options: Any = {"dtype": dtype, "rngs": rngs}
-        self.attention_norm = _norm(config, width, **options)
+        self.attention_norm = _norm(config, width, **options) if config.pre_norms else None
         if config.latent is None:
             self.attention = Attention(config, config.layers[layer], **options)
         else:
             self.attention = LatentAttention(config, **options)
-        self.mlp_norm = _norm(config, width, **options)
+        self.mlp_norm = _norm(config, width, **options) if config.pre_norms else None
         if experts is None or layer in experts.dense_layers:
             post_norm = _norm(config, width, **options) if config.post_norms else None
             options |= {"activation": config.activation, "post_norm": post_norm}
+            options["residual_scale"] = config.residual_scale
             self.mlp = MLP(width, config.intermediate_size, bias=config.mlp_bias, **options)
         else:
             self.mlp = MixtureOfExperts(width, experts, **options)
@@ -160,12 +183,13 @@ class Block(nnx.Module):
             The output ``[B, T, D]``, the attention projections of ``following`` or None, and the
             cache.
         """
-        norm, ops = self.attention_norm.rms, self._chain_ops(x, following)
+        norm, ops = _rms(self.attention_norm), self._chain_ops(x, following)
         attention: Any = self.attention
+        mlp: Any = self.mlp
         if ops is None:
             projections = {} if joined is None else {"joined": joined}
             x, cache = attention(x, norm, layer, angles, attend, cache, next_queries, **projections)
-            return self.mlp(x, self.mlp_norm.rms), None, cache
+            return mlp(x, _rms(self.mlp_norm)), None, cache
         joined = attention.qkv.joined(x, norm) if joined is None else joined
         out, cache = attention.attended(joined, layer, angles, attend, cache, next_queries)
         _attended, _activated, x, *projections = linear_chain(out, ops)
@@ -173,21 +197,24 @@ class Block(nnx.Module):
 
     def _chain_ops(self, x: Array, following: Block | None) -> list[ChainOp] | None:
         """The matmuls from attention to the next layer's projections, None if not one chain."""
-        attention, mlp = self.attention, self.mlp
-        if not isinstance(attention, Attention) or not isinstance(mlp, MLP):
+        attention, mlp, norm = self.attention, self.mlp, _rms(self.mlp_norm)
+        if not isinstance(attention, Attention) or not isinstance(mlp, MLP) or norm is None:
             return None
         out = attention.out.chain_op(add=x)
-        mlp_ops = mlp.chain_ops(self.mlp_norm.rms, x=0)  # None where a norm follows the MLP
+        mlp_ops = mlp.chain_ops(norm, x=0)  # None where the output is normed or scaled
         if out is None or mlp_ops is None:
             return None
         ops = [out, *mlp_ops]
         if following is not None and isinstance(following.attention, Attention):
-            ops.append(following.attention.qkv.chain_op(following.attention_norm.rms))
+            norm = _rms(following.attention_norm)
+            assert norm is not None, "all layers have the norms of one config"
+            ops.append(following.attention.qkv.chain_op(norm))
         return ops
 
     def queries(self, x: Array, angles: tuple[Array, Array]) -> Array:
         """The queries of its attention for ``x``, which may be the input of another layer."""
-        return self.attention.queries(x, self.attention_norm.rms, angles)
+        attention: Any = self.attention
+        return attention.queries(x, _rms(self.attention_norm), angles)
 
 
 class Decoder(nnx.Module):
@@ -243,12 +270,18 @@ class Decoder(nnx.Module):
             spec: the layer.
 
         Returns:
-            Cosine and sine, float32 ``[B, T, 1, R / 2]``, of the R channels that are rotated.
+            Cosine and sine, float32 ``[B, T, 1, H / 2]``; 1 and 0 where nothing is rotated. H is
+            the size of a key, with latents that of its rotated part.
         """
         rope, latent = self.config.ropes[spec.rope], self.config.latent
         size = spec.key_size if latent is None else latent.rope_size
-        frequencies, factor = rope_frequencies(size, rope.theta, rope.scaling)
-        return rope_angles(positions, jnp.asarray(frequencies), factor)
+        frequencies, factor = rope_frequencies(size, rope)
+        angles = jnp.asarray(frequencies)
+        if rope.rotated is None:
+            return rope_angles(positions, angles, factor)
+        # Channels that are not rotated are not scaled either.
+        factors = np.where(frequencies > 0, factor, 1.0).astype(np.float32)
+        return rope_angles(positions, angles, factors)
 
     def embed(self, tokens: Array) -> Array:
         """Look up token embeddings, scaled by ``config.embedding_scale``.
@@ -317,4 +350,5 @@ class Decoder(nnx.Module):
             logits = linear(hidden, embedding, norm=norm, transposed=True, dtype=jnp.float32)
         else:
             logits = linear(hidden, self.head.kernel.get_value(), norm=norm, dtype=jnp.float32)
-        return capped(logits, self.config.logit_softcap)
+        scale = self.config.logit_scale
+        return capped(logits if scale is None else logits * scale, self.config.logit_softcap)

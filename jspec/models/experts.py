@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jspec.models.modules import MLP, Kernel, constant, normal
+from jspec.models.modules import MLP, Kernel, Linear, constant, normal
 from jspec.ops.grouped import grouped_linear
 from jspec.ops.norm import RMS
 from jspec.ops.route import Routed, route
@@ -132,6 +132,7 @@ class MixtureOfExperts(nnx.Module):
         self.experts = ExpertMLPs(width, experts, **options)
         shared = experts.shared_size
         self.shared = None if shared is None else MLP(width, shared, bias=False, **options)
+        self.shared_gate = Linear(width, 1, bias=False, **options) if experts.shared_gated else None
         self.axes: tuple[str, ...] = ()
 
     def __call__(self, x: Array, norm: RMS) -> Array:
@@ -140,7 +141,10 @@ class MixtureOfExperts(nnx.Module):
         routed = self.router(tokens, norm)
         outputs = self.experts(tokens, norm, routed, is_part=bool(self.axes)).reshape(x.shape)
         if self.shared is not None:
-            outputs += self.shared.partial(x, norm)
+            shared = self.shared.partial(x, norm)
+            if self.shared_gate is not None:
+                shared *= nnx.sigmoid(self.shared_gate.partial(x, norm=norm))
+            outputs += shared
         if self.axes:
             outputs = lax.psum(outputs, self.axes)
             if (bias := self.experts.last_bias(routed)) is not None:

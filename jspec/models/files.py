@@ -173,6 +173,14 @@ class Fields:
         kind = f"a list of whole numbers below {limit}"
         return tuple(dict.fromkeys(self._read(key, kind, valid, [])))
 
+    def positive_numbers(self, key: str) -> tuple[float, ...]:
+        """A list of positive, finite numbers, which must be there."""
+
+        def valid(value) -> bool:
+            return isinstance(value, list) and len(value) > 0 and all(map(_is_positive, value))
+
+        return tuple(map(float, self._read(key, "a list of positive numbers", valid, ...)))
+
     def tokens(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """One token id or a list of them; none where the field is absent or null.
 

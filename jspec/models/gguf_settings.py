@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.config import ModelConfig, RopeScaling
+from jspec.config import ModelConfig, Rope, RopeScaling
 from jspec.models.errors import quoted
 from jspec.models.families import model_config
 from jspec.models.files import Fields
@@ -104,6 +104,10 @@ def _scaling(fields: Fields) -> dict[str, Any] | None:
     slow = fields.number("rope.scaling.yarn_beta_slow", 1.0)
     attention = fields.number("rope.scaling.attn_factor", 1.0)
     attention *= fields.number("rope.scaling.yarn_attn_factor", 1.0)
+    if kind not in ("none", "linear", "yarn"):
+        raise fields.error(
+            f"rope.scaling.type={quoted(kind)} is not supported; jspec has none, linear and yarn"
+        )
     if kind == "none":
         return None if attention == 1 else {"rope_type": "default", "attn_factor": attention}
     values: dict[str, Any] = {"rope_type": kind, "factor": factor, "attn_factor": attention}
@@ -117,7 +121,7 @@ def _llama3(general: Fields, size: int, theta: float, factors: np.ndarray) -> di
     """Llama 3's scaling, of which a file has the factor of each wave alone."""
     factor = float(factors.max(initial=1.0))
     scaling = RopeScaling("llama3", factor, original_context=8192)
-    scaled, plain = (rope_frequencies(size, theta, s)[0] for s in (scaling, None))
+    scaled, plain = (rope_frequencies(size, Rope(theta, s))[0] for s in (scaling, None))
     if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
         raise general.error(
             "rope_freqs.weight has factors that are not Llama 3's over a context of 8192; load the "

@@ -15,6 +15,7 @@ from jspec.models.errors import CheckpointError, on_one_line, quoted
 from jspec.models.gguf_file import GGUFFile, TensorEntry
 from jspec.models.gguf_settings import config_of
 from jspec.models.gguf_vocabulary import read_vocabulary
+from jspec.models.rope import channel_order
 from jspec.models.weights import listed, stored_shape, write_rows
 
 _PART = re.compile(r"layers\.([0-9]+)\.(.+)")
@@ -179,8 +180,9 @@ class GGUFWeights:
         if self.config.family != "llama" or not module.endswith(("attention.q", "attention.k")):
             return None
         rows = self._shapes[self._stored_name(parameter)[0]][0]
-        pairs = np.arange(rows).reshape(-1, self.config.layers[0].key_size // 2, 2)
-        return pairs.swapaxes(1, 2).reshape(-1)
+        size = self.config.layers[0].key_size
+        order = channel_order(size, self.config.ropes[0], interleaved=True)
+        return (np.arange(0, rows, size)[:, None] + order).reshape(-1)
 
     def _stored_name(self, parameter: str) -> tuple[str, int | None]:
         """The tensor of a parameter, or of a part of one, and the expert that it is of."""

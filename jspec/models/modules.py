@@ -158,11 +158,22 @@ class RMSNorm(nnx.Module):
         return self.rms(x)
 
 
+def add_output(
+    x: Array, inputs: Array, out: Linear, norm: RMSNorm | None, scale: float | None
+) -> Array:
+    """``x`` plus ``out(inputs)``, after ``norm`` and times ``scale`` where they are not None."""
+    if norm is None and scale is None:
+        return out(inputs, add=x)
+    y = out(inputs) if norm is None else norm(out(inputs))
+    return x + (y if scale is None else y * jnp.asarray(scale, y.dtype))
+
+
 class MLP(nnx.Module):
     """``down(activation(gate(x)) * up(x))`` (Shazeer 2020).
 
     ``gate`` and ``up`` map ``hidden_size`` to ``intermediate_size``, ``down`` maps back.
-    ``post_norm``: applied to the output of ``down``.
+    ``post_norm`` is applied to the output of ``down``, which is then multiplied by
+    ``residual_scale``.
     """
 
     def __init__(
@@ -173,6 +184,7 @@ class MLP(nnx.Module):
         bias: bool,
         activation: Activation = "silu",
         post_norm: RMSNorm | None = None,
+        residual_scale: float | None = None,
         dtype,
         rngs: nnx.Rngs | None,
     ):
@@ -180,22 +192,22 @@ class MLP(nnx.Module):
         self.gate_up = JoinedLinear(hidden_size, parts, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, rngs=rngs)
         self.activation: Activation = activation
-        self.post_norm = post_norm
+        self.post_norm, self.residual_scale = post_norm, residual_scale
 
-    def __call__(self, x: Array, norm: RMS) -> Array:
+    def __call__(self, x: Array, norm: RMS | None) -> Array:
         """``x [B, T, D]`` plus the MLP of ``norm(x)``."""
         activated = self._activated(x, norm)
-        if self.post_norm is None:
-            return self.down(activated, add=x)
-        return x + self.post_norm(self.down(activated))
+        return add_output(x, activated, self.down, self.post_norm, self.residual_scale)
 
     def chain_ops(self, norm: RMS, x: int) -> tuple[ChainOp, ChainOp] | None:
         """The MLP as two ops of a chain, of which op ``x`` is the input.
 
-        None where it has a post-norm, another activation than SiLU, or is sharded.
+        None where its output is normed or scaled, where it has another activation than SiLU, or is
+        sharded.
         """
         down = self.down.chain_op(add=x)
-        if self.post_norm is not None or self.activation != "silu" or down is None:
+        is_plain = self.post_norm is None and self.residual_scale is None
+        if not is_plain or self.activation != "silu" or down is None:
             return None
         return self.gate_up.chain_op(norm, gated=True), down
 
@@ -203,7 +215,7 @@ class MLP(nnx.Module):
         """The MLP of ``norm(x)`` over this device's channels, float32, without the last bias."""
         return self.down.partial(self._activated(x, norm))
 
-    def _activated(self, x: Array, norm: RMS) -> Array:
+    def _activated(self, x: Array, norm: RMS | None) -> Array:
         if self.activation == "silu":
             return self.gate_up.gated(x, norm)
         gate, up = (part[..., 0, :] for part in self.gate_up(x, norm))

@@ -1,4 +1,4 @@
-"""Rotary position embedding with the linear, Llama 3 and YaRN scalings."""
+"""Rotary position embedding with the linear, Llama 3, YaRN and LongRoPE scalings."""
 
 import math
 
@@ -6,15 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.config import RopeScaling
+from jspec.config import Rope, RopeScaling
 from jspec.typing import Array
 
 
-def rope_frequencies(
+def rope_frequencies(head_size: int, rope: Rope) -> tuple[np.ndarray, float]:
+    """Inverse frequencies float32 ``[H / 2]`` (radians a token) and the factor on cos and sin.
+
+    Frequencies are 0 where ``rope`` does not rotate; the factor is of the channels that it rotates.
+    """
+    rotated = head_size if rope.rotated is None else rope.rotated
+    inverse, factor = _frequencies(rotated, rope.theta, rope.scaling)
+    return np.pad(inverse, (0, (head_size - rotated) // 2)), factor
+
+
+def _frequencies(
     head_size: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[np.ndarray, float]:
-    """Inverse frequencies float32 ``[H / 2]`` (radians a token) and the factor on cos and sin."""
-    exponent = np.arange(0, head_size, 2, dtype=np.float64) / head_size
+    """`rope_frequencies` of channels that are all rotated."""
+    exponent = np.arange(0, head_size, 2, dtype=np.float64) / max(head_size, 1)
     inverse = theta**-exponent
     if scaling is None:
         return inverse.astype(np.float32), 1.0
@@ -22,6 +32,8 @@ def rope_frequencies(
         return (inverse / scaling.factor).astype(np.float32), 1.0
     if scaling.kind == "llama3":
         return _llama3(inverse, scaling).astype(np.float32), 1.0
+    if scaling.kind == "longrope":
+        return _longrope(inverse, scaling)
     return _yarn(inverse, head_size, theta, scaling)
 
 
@@ -31,6 +43,15 @@ def _llama3(inverse: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     rotations = scaling.original_context * inverse / (2 * math.pi)
     keep = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     return inverse * (keep + (1 - keep) / scaling.factor)
+
+
+def _longrope(inverse: np.ndarray, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+    """LongRoPE (Ding et al. 2024), with the attention temperature of the authors' models."""
+    frequencies = (inverse / np.asarray(scaling.wave_factors)).astype(np.float32)
+    if scaling.attention_factor is not None:
+        return frequencies, scaling.attention_factor
+    growth = math.log(scaling.factor) / math.log(max(scaling.original_context, 2))
+    return frequencies, math.sqrt(1.0 + growth)
 
 
 def _yarn(
@@ -58,8 +79,28 @@ def _yarn(
     return frequencies.astype(np.float32), factor
 
 
-def rope_angles(positions: Array, frequencies: Array, factor: float) -> tuple[Array, Array]:
-    """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of absolute ``positions [B, T]``."""
+def channel_order(head_size: int, rope: Rope, *, interleaved: bool) -> np.ndarray:
+    """The channel in a file of each channel of a head in jspec, whose pairs are i and i + H / 2.
+
+    ``interleaved``: whether the file rotates neighbouring channels; else the first half of the
+    rotated ones with the second.
+    """
+    rotated = head_size if rope.rotated is None else rope.rotated
+    pairs = (
+        np.arange(rotated).reshape(-1, 2) if interleaved else np.arange(rotated).reshape(2, -1).T
+    )
+    others = np.arange(rotated, head_size).reshape(2, -1).T  # any pairs, as long as all agree
+    return np.concatenate([pairs, others]).T.reshape(-1)
+
+
+def rope_angles(
+    positions: Array, frequencies: Array, factor: float | np.ndarray
+) -> tuple[Array, Array]:
+    """Cosine and sine, float32 ``[B, T, 1, H / 2]``, of absolute ``positions [B, T]``.
+
+    ``factor`` multiplies both: one number, or float32 ``[H / 2]``.
+    """
+    factor = factor[None, None, None] if isinstance(factor, np.ndarray) else factor
     # XLA makes one kernel of cosine and sine if they share an array that it does not know.
     frequencies = jax.lax.optimization_barrier(frequencies)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies[None, None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.config import ModelConfig
 from jspec.models import packed
 from jspec.models.block_scales import DTYPE, SUFFIX, BlockScales, read_block_scales
 from jspec.models.errors import CheckpointError, quoted
 from jspec.models.families.shared.family import Family
 from jspec.models.files import Fields, read_json
+from jspec.models.rope import channel_order
 from jspec.models.safetensors_file import StoredTensor, stored_tensors
 from jspec.ops.quantized import BLOCK, MXFP4
 
@@ -78,15 +81,24 @@ class Weights:
     Args:
         directory: the model directory.
         family: names of tensors and their parameters.
+        config: settings of the model.
         quantization: how weights are stored, as `quantization_of` says.
 
     Raises:
         CheckpointError: files are missing or malformed, or a tensor is stored twice.
     """
 
-    def __init__(self, directory: Path, family: Family, *, quantization: Quantization | None):
+    def __init__(
+        self,
+        directory: Path,
+        family: Family,
+        config: ModelConfig,
+        *,
+        quantization: Quantization | None,
+    ):
         self.directory = directory
         self.family = family
+        self.config = config
         self.quantization = quantization
         self.tensors: dict[str, StoredTensor] = {}
         for path in self._paths(directory):
@@ -149,6 +161,8 @@ class Weights:
             for p, stored_shapes in shapes.items()
             for name, shape in stored_shapes.items()
         }
+        for joined, parts in self.family.split.items():
+            self._split(joined, parts, {name: shape for name, (_, shape) in stored.items()})
         missing = [name for name in stored if name not in self.tensors]
         if missing:
             raise CheckpointError(
@@ -171,6 +185,27 @@ class Weights:
                 f"{first.path} has {listed(extra)} that config.json does not ask for, the first "
                 f"with shape {quoted(first.shape)}; are they of one model?"
             )
+
+    def _split(
+        self, joined: str, parts: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Replace each tensor of the module ``joined`` by those of ``parts``, rows of it."""
+        for name in [name for name in self.tensors if f".{joined}." in name]:
+            tensor, names = self.tensors[name], [name.replace(joined, part) for part in parts]
+            sizes = [shapes[part][0] for part in names if part in shapes]
+            if len(sizes) != len(parts):
+                continue
+            if tensor.shape[:1] != (sum(sizes),):
+                raise tensor.error(
+                    f"has shape {quoted(tensor.shape)}, but config.json asks for {sum(sizes)} "
+                    f"rows, {sizes} of {', '.join(parts)}"
+                )
+            del self.tensors[name]
+            row, first = tensor.nbytes // sum(sizes), 0
+            for part, size in zip(names, sizes, strict=True):
+                shape, start = (size, *tensor.shape[1:]), tensor.start + first * row
+                self.tensors[part] = dataclasses.replace(tensor, shape=shape, start=start)
+                first += size
 
     def _stored(self, parameter: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes, by name, of the tensors that a parameter of ``shape`` is made of."""
@@ -262,16 +297,35 @@ class Weights:
             array = np.moveaxis(array, 0, -1) if parameter.endswith(".kernel") else array
             return array[None] if array.ndim == len(tensor.shape) else array
 
-        target = in_rows(out)
+        target, places = in_rows(out), self._places(parameter, tensor.shape[0])
         row_mask = np.ones(target.shape[:2], bool)
         for mask in map(in_rows, axes):
             row_mask &= mask.any(axis=tuple(range(2, mask.ndim)))
-        for rows, block in tensor.blocks(row_mask=row_mask.reshape(-1)):
+        row_mask = row_mask.reshape(-1)
+        for rows, block in tensor.blocks(row_mask=row_mask if places is None else row_mask[places]):
             if scales is not None and isinstance(self.quantization, BlockScales):
                 block = self.quantization.dequantized(block, rows.start, scales)
             elif scales is not None:
                 block = block.astype(np.float32) * scales[rows]
-            write_rows(target, rows.start, block)
+            if places is None:
+                write_rows(target, rows.start, block)
+            else:
+                target[np.divmod(places[rows], target.shape[1])] = block
+
+    def _places(self, parameter: str, num_rows: int) -> np.ndarray | None:
+        """Where each row of a tensor is put; None is in the order of the file."""
+        match parameter.split("."):
+            case ["layers", layer, "attention", "q" | "k" | "q_norm" | "k_norm", _]:
+                spec = self.config.layers[int(layer)]
+            case _:
+                return None
+        if self.config.latent is not None:  # it pairs neighbouring channels
+            return None
+        rope, size = self.config.ropes[spec.rope], spec.key_size
+        order = channel_order(size, rope, interleaved=self.family.interleaved)
+        if (order == np.arange(size)).all():
+            return None
+        return (np.arange(0, num_rows, size)[:, None] + np.argsort(order)).reshape(-1)
 
     def _experts(self, name: str) -> Iterator[np.ndarray]:
         """Yield the dequantised weights of each expert of a packed tensor."""

@@ -66,9 +66,7 @@ class Streaming(Policy):
             )
         kinds = [(spec.key_size, ropes[spec.rope]) for spec in specs]
         # The factor on cosine and sine is in the cached keys already.
-        return tuple(
-            jnp.asarray(rope_frequencies(size, rope.theta, rope.scaling)[0]) for size, rope in kinds
-        )
+        return tuple(jnp.asarray(rope_frequencies(size, rope)[0]) for size, rope in kinds)
 
     def select(
         self,

@@ -57,6 +57,8 @@ def with_a_gpu(monkeypatch):
         ({"experts": Experts(4, 2, 8)}, "tiles of a mixture of experts follow its routing"),
         ({"centered_norms": True}, "norms scale by 1 \\+ scale"),
         ({"post_norms": True}, "norms after attention and MLP"),
+        ({"residual_scale": 0.5}, "XLA scales what its layers add"),
+        ({"qk_norm": True, "joint_qk_norm": True}, "the norm of all its heads together"),
         ({"activation": "gelu_tanh"}, "computes its activation gelu_tanh"),
         ({"sinks": True}, "the sigmoid of its sinks"),
         ({"logit_softcap": 30.0}, "the soft cap of its logits"),

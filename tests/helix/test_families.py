@@ -62,6 +62,11 @@ VEGAS = jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0))
         pytest.param("gemma3", {"kvp": 4}, VEGAS, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"kvp": 2, "tpa": 2}, SPARSE, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"tpa": 2, "ep": 2}, NGRAM, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", {"kvp": 2, "tpa": 2, "ep": 2}, NGRAM, marks=pytest.mark.slow),
+        pytest.param("granite", {"kvp": 2, "tpa": 2}, SPARSE, marks=pytest.mark.slow),
+        pytest.param("olmo3", {"kvp": 4}, NGRAM, marks=pytest.mark.slow),
+        pytest.param("smollm3", {"kvp": 2, "tpa": 2}, None, marks=pytest.mark.slow),
+        pytest.param("phi3", {"kvp": 4}, VEGAS, marks=pytest.mark.slow),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
@@ -84,3 +89,5 @@ def test_sizes_that_do_not_divide_are_refused():
         helix.load_model(GOLDEN / "deepseek_v2", CONFIG(kvp=8))
     with pytest.raises(ValueError, match=r"ep=2 shares out experts, and .* qwen3 has none"):
         helix.load_model(GOLDEN / "qwen3", CONFIG(kvp=2, ep=2))
+    with pytest.raises(ValueError, match=r"tpa=2 shares out heads, over all of which .* olmo3"):
+        helix.load_model(GOLDEN / "olmo3", CONFIG(tpa=2))

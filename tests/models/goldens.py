@@ -32,6 +32,7 @@ SIZES = {
     "initializer_range": 0.02,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 
 # Scalings with short original contexts, so that 72 positions reach well beyond them.
@@ -114,13 +115,59 @@ GEMMA3 = {
     },
 }
 
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+# Half of a head is rotated by factors of each wave, with an attention factor beyond 1.
+PHI3 = {
+    "head_dim": None,
+    "hidden_size": 64,
+    "sliding_window": 9,
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1000.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.7],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 128,
+        "partial_rotary_factor": 0.5,
+    },
+}
+OLMO3 = {
+    "head_dim": None,
+    "num_hidden_layers": 3,
+    "layer_types": TYPES,
+    "sliding_window": 9,
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+GRANITE = {
+    "head_dim": None,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.5,
+    "attention_bias": True,
+}
+QWEN2_MOE = {
+    "head_dim": None,
+    "moe_intermediate_size": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 20,
+}
+
 CASES: dict[str, tuple[str, dict]] = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 1}),
     "deepseek_v3": ("deepseek_v3", {**LATENT, **IN_GROUPS, "rope_parameters": YARN_TUNED}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True, "num_hidden_layers": 1}),
+    "gemma": ("gemma", {"num_hidden_layers": 1}),
     "gemma2": ("gemma2", {**GEMMA, "num_hidden_layers": 2}),
     "gemma3": ("gemma3_text", GEMMA3),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "gpt_oss_mxfp4": ("gpt_oss", {**GPT_OSS, "intermediate_size": 64, "num_hidden_layers": 1}),
+    "granite": ("granite", GRANITE),
     "llama2": ("llama", {"num_key_value_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}),
     "llama3": ("llama", {"rope_parameters": LLAMA3, "eos_token_id": [2, 3]}),
     "llama_linear": (
@@ -132,11 +179,17 @@ CASES: dict[str, tuple[str, dict]] = {
         },
     ),
     "llama_int8": ("llama", {"num_hidden_layers": 1}),
+    "mistral": ("mistral", {"sliding_window": 9, "num_hidden_layers": 1}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo3": ("olmo3", OLMO3),
+    "phi3": ("phi3", PHI3),
     "qwen2": ("qwen2", {"head_dim": None, "hidden_size": 64, "num_hidden_layers": 1}),
     "qwen2_yarn": ("qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
     "qwen3": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
     "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
     "qwen3_yarn": ("qwen3", {"rope_parameters": YARN_TUNED, "num_key_value_heads": 1}),
+    "smollm3": ("smollm3", {"head_dim": None, "no_rope_layers": [0, 1]}),
 }
 SHARDED = "qwen2"
 OLD_KEYS = "llama_linear"

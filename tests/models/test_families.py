@@ -23,6 +23,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LONG = {"type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.5, 2.0, 3.0]}
+LONG["original_max_position_embeddings"] = 32
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -81,6 +83,7 @@ def test_stop_tokens(stops, expected):
         ({**YARN, "mscale": 1, "mscale_all_dim": 1}, RopeScaling("yarn", 4.0, 32, 1, 4, 32, 1, 1)),
         ({"rope_type": "yarn", "factor": 4.0}, RopeScaling("yarn", 4.0, 64)),
         ({**YARN, "factor": None}, RopeScaling("yarn", 2.0, 32)),
+        (LONG, RopeScaling("longrope", 2.0, 32, wave_factors=(1.0, 1.5, 2.0, 3.0))),
     ],
 )
 @pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
@@ -106,8 +109,8 @@ def test_attn_factor_multiplies_what_yarn_has_without_it(factor, more):
         {**LLAMA, "rope_scaling": {**YARN, **more, "attn_factor": factor}}
     ).ropes
     before, after = (
-        rope_frequencies(8, 1e4, rope.scaling)[1],
-        rope_frequencies(8, 1e4, other.scaling)[1],
+        rope_frequencies(8, rope)[1],
+        rope_frequencies(8, other)[1],
     )
     assert after == pytest.approx(before * (factor or 1.0))
 
@@ -122,6 +125,7 @@ def test_scaling_of_the_context():
         ({**linear, "original_max_position_embeddings": 32}, 96),
         ({**linear, "original_max_position_embeddings": 16}, 64),
         ({"type": "dynamic", "factor": 3.0}, 64),
+        (LONG, 32),
     ]
     for scaling, context in cases:
         assert model_config({**LLAMA, "rope_scaling": scaling}).max_context == context
@@ -181,8 +185,7 @@ def test_unknown_fields_of_every_family(path):
     for key, value in {
         "this_changes_everything": True,
         "_this_too": 1,
-        "embedding_multiplier": 12.0,
-        "no_rope_layers": [1, 1, 1, 0],
+        "alibi": True,
         "pruned_heads": {"0": [1]},
         "is_encoder_decoder": True,
     }.items():
@@ -190,15 +193,18 @@ def test_unknown_fields_of_every_family(path):
             model_config({**values, key: value})
 
 
-def test_a_renamed_mistral_is_refused():
-    with pytest.raises(
-        CheckpointError, match=r"\['sliding_window'\] .* the value 32; check model_t"
-    ):
-        model_config({**LLAMA, "sliding_window": 32})
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sliding_window", 32), ("no_rope_layers", [1, 1, 1, 0]), ("embedding_multiplier", 12.0)],
+    ids=["mistral", "smollm3", "granite"],
+)
+def test_a_renamed_model_is_refused(key, value):
+    with pytest.raises(CheckpointError, match=rf"\['{key}'\] are unknown .* check model_type"):
+        model_config({**LLAMA, key: value})
 
 
 REFUSED = [
-    ({"model_type": "mixtral"}, "model_type='mixtral' is unknown; jspec has deepseek_v2"),
+    ({"model_type": "gpt2"}, "model_type='gpt2' is unknown; jspec has deepseek_v2"),
     ({"model_type": None}, "model_type is null"),
     ({"model_type": 3}, "model_type=3 must be a string"),
     ({"hidden_size": ...}, "hidden_size is missing; it must be a positive integer"),
@@ -227,7 +233,16 @@ REFUSED = [
     ({"rope_theta": 1.0}, "rope_theta=1.0 must be above 1"),
     ({"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
     ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type='proportional' is not supported"),
-    ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported; jspec has default, dy"),
+    ({"rope_scaling": {"type": "longrope"}}, "short_factor is missing; it must be a list of pos"),
+    ({"rope_scaling": {**LONG, "short_factor": [1.0] * 3}}, "its rope needs 4 wave_factors"),
+    (
+        {"rope_scaling": {**LONG, "short_factor": [1.0, 0]}},
+        r"short_factor=\[1.0, 0\] must be a list",
+    ),
+    (
+        {"rope_scaling": {**LONG, "type": "linear"}},
+        "short_factor does not go with rope_type='linea",
+    ),
     ({"rope_scaling": {"factor": 2.0}}, "factor=2.0 has no rope_type; add the one that the model"),
     ({"rope_scaling": {"type": "linear", "factor": 2, "attn_factor": 2}}, "attn_factor=2 is not s"),
     ({"rope_scaling": {**YARN, "attn_factor": 2, "attention_factor": 1}}, "keep the one that the"),

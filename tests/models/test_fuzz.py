@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from jspec import ModelConfig
 from jspec.models import saved
 from jspec.models.errors import CheckpointError
 from jspec.models.families import model_config
@@ -100,6 +101,13 @@ def test_safetensors(tmp_path, count):
     campaign(file, headers(Mutator(1, [tree] * 3 + [{}], words, parts)), use, count)
 
 
+def use_ropes(config: ModelConfig) -> None:
+    for spec in {spec for spec in config.layers if spec.key_size < 1 << 16}:
+        size = spec.key_size if config.latent is None else config.latent.rope_size
+        if size < 1 << 16:
+            rope_frequencies(size, config.ropes[spec.rope])
+
+
 WORDS = [
     *("llama", "qwen3", "yarn", "llama3", "linear", "default", "rope_type", "factor", "type"),
     *("rope_scaling", "rope_parameters", "rope_theta", "head_dim", "layer_types", "eos_token_id"),
@@ -135,9 +143,7 @@ def test_config(tmp_path, count):
         values = read_json(file)
         config = model_config(values, source=str(file))
         quantization_of(values, str(file))
-        size = config.layers[0].key_size
-        for rope in config.ropes if size < 1 << 16 else ():
-            rope_frequencies(size, rope.theta, rope.scaling)
+        use_ropes(config)
 
     mutator = Mutator(2, trees, WORDS, PARTS)
     campaign(file, (mutator.case() for _ in itertools.count()), use, count)
@@ -156,8 +162,7 @@ def test_saved_settings(tmp_path, count):
 
     def use():
         config, _ = saved.read_settings(tmp_path)
-        for rope in config.ropes:
-            rope_frequencies(16, rope.theta, rope.scaling)
+        use_ropes(config)
 
     campaign(file, (mutator.case() for _ in itertools.count()), use, count)
 

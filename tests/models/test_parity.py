@@ -247,27 +247,31 @@ def test_greedy_generation_with_experts(tmp_path, name, draft):
     assert_generates_alike(*mixture(tmp_path, name), draft)
 
 
-def assert_generates_alike(theirs, ours, draft):
+def assert_generates_alike(theirs, ours, *drafts):
+    """Greedy tokens by each of ``drafts``, None for plain decoding, are those of transformers."""
     import torch
 
     rng = np.random.default_rng(7)
     prompts = [rng.integers(0, 112, size).tolist() for size in (1, 13, 40)]
-    result = generate(
-        ours,
-        prompts,
-        SamplingParams(max_new_tokens=48),
-        draft=draft,
-        gamma=4 if draft else 0,
-        prefill_chunk=16,
-    )
-    for prompt, tokens in zip(prompts, result.tokens, strict=True):
+    expected = []
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         with torch.no_grad():
-            expected = theirs.generate(
+            tokens = theirs.generate(
                 ids, attention_mask=mask, do_sample=False, max_new_tokens=48, pad_token_id=0
             )
-        assert list(tokens) == expected[0, len(prompt) :].tolist()
+        expected.append(tokens[0, len(prompt) :].tolist())
+    for draft in drafts:
+        result = generate(
+            ours,
+            prompts,
+            SamplingParams(max_new_tokens=48),
+            draft=draft,
+            gamma=4 if draft else 0,
+            prefill_chunk=16,
+        )
+        assert list(map(list, result.tokens)) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

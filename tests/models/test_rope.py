@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec import RopeScaling
+from jspec import Rope, RopeScaling
 from jspec.models.rope import rope_angles, rope_frequencies
 from jspec.ops.append import rotate
 
@@ -27,11 +27,11 @@ def plain(head: int, theta: float) -> list[float]:
 @given(HEADS, THETAS, FACTORS)
 def test_plain_and_linear(head, theta, factor):
     """Position interpolation (Chen et al. 2023, equation 4) evaluates RoPE at m / s."""
-    frequencies, scale = rope_frequencies(head, theta, None)
+    frequencies, scale = rope_frequencies(head, Rope(theta))
     np.testing.assert_allclose(frequencies, plain(head, theta), rtol=1e-6)
     assert frequencies.dtype == np.float32
     assert scale == 1.0
-    frequencies, scale = rope_frequencies(head, theta, RopeScaling("linear", factor))
+    frequencies, scale = rope_frequencies(head, Rope(theta, RopeScaling("linear", factor)))
     np.testing.assert_allclose(frequencies, np.divide(plain(head, theta), factor), rtol=1e-6)
     assert scale == 1.0
 
@@ -56,7 +56,7 @@ def test_llama3(head, theta, factor, context, low, width):
         low_frequency_factor=low,
         high_frequency_factor=high,
     )
-    frequencies, scale = rope_frequencies(head, theta, scaling)
+    frequencies, scale = rope_frequencies(head, Rope(theta, scaling))
     np.testing.assert_allclose(frequencies, want, rtol=1e-5)
     assert scale == 1.0
 
@@ -86,7 +86,7 @@ def test_yarn_with_rotations_as_in_the_paper(head, theta, factor, context, alpha
         beta_slow=alpha,
         truncate=False,
     )
-    frequencies, scale = rope_frequencies(head, theta, scaling)
+    frequencies, scale = rope_frequencies(head, Rope(theta, scaling))
     np.testing.assert_allclose(frequencies, want, rtol=1e-4)
     # Equation 22: sqrt(1 / t) = 0.1 ln(s) + 1 goes on queries and on keys.
     assert scale == pytest.approx(0.1 * math.log(factor) + 1)
@@ -96,7 +96,8 @@ def test_yarn_with_rotations_as_in_the_paper(head, theta, factor, context, alpha
 def test_yarn_truncates_to_whole_dimensions(head, theta, factor, context):
     loose, whole = (
         rope_frequencies(
-            head, theta, RopeScaling("yarn", factor, original_context=context, truncate=truncate)
+            head,
+            Rope(theta, RopeScaling("yarn", factor, original_context=context, truncate=truncate)),
         )[0]
         / plain(head, theta)
         for truncate in (False, True)
@@ -110,7 +111,7 @@ def test_yarn_truncates_to_whole_dimensions(head, theta, factor, context):
 
 def test_yarn_uses_the_attention_factor_of_the_config():
     scaling = RopeScaling("yarn", 4.0, original_context=64, attention_factor=1.5)
-    assert rope_frequencies(16, 1e4, scaling)[1] == 1.5
+    assert rope_frequencies(16, Rope(1e4, scaling))[1] == 1.5
 
 
 @settings(max_examples=20)
@@ -131,7 +132,7 @@ def test_rotation_is_complex_multiplication(half, position, factor):
 def test_scores_depend_on_distance_alone():
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, 16)), jnp.float32) for _ in range(2))
-    frequencies = jnp.asarray(rope_frequencies(16, 1e4, None)[0])
+    frequencies = jnp.asarray(rope_frequencies(16, Rope())[0])
 
     def score(m: int, n: int) -> float:
         a, b = (rope_angles(jnp.full((1, 1), p), frequencies, 1.0) for p in (m, n))

@@ -66,10 +66,19 @@ FIELDS_OF_SCALING = {
     "attention_factor": st.none() | ROPE,
     "truncate": st.booleans(),
 }
-FIELDS_OF_ROPE = {
-    "theta": st.floats(1, 1e12, exclude_min=True) | st.integers(2, 10**12),
-    "scaling": st.none() | st.builds(RopeScaling, **FIELDS_OF_SCALING),
-}
+THETAS = st.floats(1, 1e12, exclude_min=True) | st.integers(2, 10**12)
+
+
+@st.composite
+def all_ropes(draw, latent: Latent | None) -> Rope:
+    rotated = draw(st.sampled_from([None, 0, 2])) if latent is None else None
+    scaling = draw(st.none() | st.builds(RopeScaling, **FIELDS_OF_SCALING))
+    if scaling is not None and rotated == 2:
+        factors = (draw(st.floats(1, 64)),)
+        scaling = dataclasses.replace(scaling, kind="longrope", wave_factors=factors)
+    fields = {"theta": draw(THETAS), "scaling": scaling, "rotated": rotated}
+    assert fields.keys() == {field.name for field in dataclasses.fields(Rope)}
+    return Rope(**fields)
 
 
 FIELDS_OF_LATENT = {
@@ -84,12 +93,13 @@ FIELDS_OF_LATENT = {
 @st.composite
 def experts(draw) -> Experts:
     groups, each = draw(st.integers(1, 9)), draw(st.integers(2, 9))
-    chosen_groups = draw(st.integers(1, groups))
+    chosen_groups, shared = draw(st.integers(1, groups)), draw(st.none() | SIZES)
     fields = {
         "routed": groups * each,
         "chosen": draw(st.integers(1, chosen_groups * each)),
         "size": draw(SIZES),
-        "shared_size": draw(st.none() | SIZES),
+        "shared_size": shared,
+        "shared_gated": shared is not None and draw(st.booleans()),
         "dense_layers": tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5))),
         "score": draw(st.sampled_from(["softmax", "sigmoid"])),
         "groups": groups,
@@ -128,10 +138,12 @@ def layers(draw, ropes: int, latent: Latent | None) -> LayerSpec:
 @st.composite
 def configs(draw) -> ModelConfig:
     """Any `ModelConfig`: every field of it and of what it holds takes other values than its own."""
-    ropes = draw(st.lists(st.builds(Rope, **FIELDS_OF_ROPE), min_size=1, max_size=3))
     vocab, latent = draw(SIZES), draw(st.none() | st.builds(Latent, **FIELDS_OF_LATENT))
+    ropes = draw(st.lists(all_ropes(latent), min_size=1, max_size=3))
     mixture = draw(st.none() | experts())
-    flags = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "sinks")
+    is_plain, qk_norm = latent is None and mixture is None, draw(st.booleans())
+    post_norms = is_plain and draw(st.booleans())
+    flags = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "sinks")
     sizes = ("hidden_size", "intermediate_size", "max_context")
     fields = {
         "vocab_size": vocab,
@@ -142,7 +154,12 @@ def configs(draw) -> ModelConfig:
         "norm_eps": draw(POSITIVE),
         "latent": latent,
         "experts": mixture,
-        "post_norms": latent is None and mixture is None and draw(st.booleans()),
+        "qk_norm": qk_norm,
+        "joint_qk_norm": qk_norm and draw(st.booleans()),
+        "pre_norms": not post_norms or draw(st.booleans()),
+        "post_norms": post_norms,
+        "residual_scale": draw(st.none() | POSITIVE) if is_plain else None,
+        "logit_scale": draw(st.none() | POSITIVE),
         "centered_norms": draw(st.booleans()),
         "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
         "embedding_scale": draw(st.none() | POSITIVE),
@@ -156,9 +173,9 @@ def configs(draw) -> ModelConfig:
 
 
 def test_the_strategies_know_every_field():
-    assert FIELDS_OF_SCALING.keys() == {field.name for field in dataclasses.fields(RopeScaling)}
+    names = {field.name for field in dataclasses.fields(RopeScaling)}
+    assert FIELDS_OF_SCALING.keys() | {"wave_factors"} == names
     assert FIELDS_OF_LATENT.keys() == {field.name for field in dataclasses.fields(Latent)}
-    assert FIELDS_OF_ROPE.keys() == {field.name for field in dataclasses.fields(Rope)}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -191,8 +191,13 @@ def test_a_decoder_calls_for_a_chain_in_each_layer(monkeypatch):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"post_norms": True}, {"activation": "gelu_tanh"}],
-    ids=["post-norms", "activation"],
+    [
+        {"post_norms": True},
+        {"post_norms": True, "pre_norms": False},
+        {"residual_scale": 0.5},
+        {"activation": "gelu_tanh"},
+    ],
+    ids=["post-norms", "no-pre-norms", "residual-scale", "activation"],
 )
 def test_what_is_more_than_products_is_no_chain(settings, monkeypatch):
     assert chains_of(monkeypatch, **settings) == []

@@ -39,8 +39,11 @@ _OFF = {
     "add_cross_attention": False,
     "attention_bias": False,
     "cross_attention_hidden_size": None,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
     "is_decoder": False,
     "is_encoder_decoder": False,
+    "lm_head_bias": False,
     "mlp_bias": False,
     "pruned_heads": {},
     "rope_interleaved": False,
@@ -48,7 +51,7 @@ _OFF = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
-_EXPERT = re.compile(r"mlp\.experts\.[0-9]+\.")
+_EXPERT = re.compile(r"mlp\.experts\.([0-9]+)\.")
 
 
 def refuse_unknown(fields: Fields) -> None:
@@ -76,20 +79,27 @@ def refuse_unknown(fields: Fields) -> None:
 class Family:
     """How a family's checkpoints are read.
 
-    ``read`` turns the fields of a config.json into settings; it raises `CheckpointError` or
-    `ValueError` for what is missing, of a wrong type, or asks for what jspec does not have.
-    ``modules`` are the names of tensors without layer and leaf: jspec's, such as ``"mlp.up"``, and
-    those in the file, such as ``"mlp.up_proj"``. A tensor whose leaf in the file is neither weight
-    nor bias is named with its leaf on both sides. With ``more_layers`` a file may hold layers
-    beyond those of config.json, which are left out. With ``packed`` the experts of a layer are in
-    one tensor, as `jspec.models.packed` says. ``tensor_name`` maps the name of a tensor in a file
-    to its name in a language model, or to None for a tensor of another part, which is left out.
+    Attributes:
+        read: turns the fields of a config.json into settings. It raises `CheckpointError` or
+            `ValueError` for what is missing, of a wrong type, or asks for what jspec does not have.
+        modules: names of tensors without layer and leaf: jspec's, such as ``"mlp.up"``, and those
+            in the file, such as ``"mlp.up_proj"``. ``{}`` in the latter stands for the number of an
+            expert. A tensor whose leaf in the file is neither weight nor bias is named with its
+            leaf on both sides.
+        more_layers: whether a file may hold layers beyond those of config.json, which are left out.
+        packed: whether the experts of a layer are in one tensor, as `jspec.models.packed` says.
+        interleaved: whether neighbouring channels of queries and keys are rotated.
+        split: modules in the file whose rows are those of several others, in this order.
+        tensor_name: maps the name of a tensor in a file to its name in a language model, or to None
+            for a tensor of another part, which is left out.
     """
 
     read: Callable[[Fields], ModelConfig]
     modules: Mapping[str, str]
     more_layers: bool = False
     packed: bool = False
+    interleaved: bool = False
+    split: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     tensor_name: Callable[[str], str | None] = lambda name: name
 
     def stored_name(self, parameter: str) -> str:
@@ -110,6 +120,5 @@ class Family:
         expert = _EXPERT.match(module)
         if expert is None:
             return f"{prefix}{self.modules[module]}.{leaf}"
-        # All experts of a layer are named alike, but for their numbers.
         module = self.modules[module.replace(expert[0], "mlp.experts.", 1)]
-        return f"{prefix}{expert[0]}{module}.{leaf}"
+        return f"{prefix}{module.format(expert[1])}.{leaf}"

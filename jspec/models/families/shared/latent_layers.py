@@ -15,9 +15,9 @@ from jspec.parts import Experts, Latent
 _OTHER = ("attention.k", "attention.v")
 EXPERTS = {
     "mlp.router": "mlp.gate",
-    "mlp.experts.gate": "gate_proj",
-    "mlp.experts.up": "up_proj",
-    "mlp.experts.down": "down_proj",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
 }
 MODULES = {
     **{name: stored for name, stored in LLAMA.items() if name not in _OTHER},
@@ -80,17 +80,33 @@ def read_latent_layers(fields: Fields, experts: Experts) -> ModelConfig:
 
 def read_experts(fields: Fields, **special: Any) -> Experts:
     """The fields of experts that the families share; ``special`` are those of one."""
-    size = fields.integer("moe_intermediate_size")
-    dense = min(fields.count("first_k_dense_replace"), layer_count(fields))
+    size, layers = fields.integer("moe_intermediate_size"), layer_count(fields)
+    kinds = fields.get("mlp_layer_types")
+    if kinds is None:
+        dense = tuple(range(min(fields.count("first_k_dense_replace"), layers)))
+    else:
+        fields.ignore("first_k_dense_replace")
+        dense = tuple(n for n, kind in enumerate(_mlp_kinds(fields, kinds)) if kind == "dense")
     return Experts(
         routed=fields.integer("n_routed_experts"),
         chosen=fields.integer("num_experts_per_tok"),
         size=size,
         shared_size=fields.integer("n_shared_experts") * size,
-        dense_layers=tuple(range(dense)),
+        dense_layers=dense,
         factor=float(fields.number("routed_scaling_factor")),
         **special,
     )
+
+
+def _mlp_kinds(fields: Fields, kinds: Any) -> list[str]:
+    """The kind of each layer's feed-forward, as transformers 5 writes it."""
+    layers = layer_count(fields)
+    known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+    if not known or len(kinds) != layers:
+        raise fields.error(
+            f"mlp_layer_types={quoted(kinds)} must be dense or sparse for each of {layers} layers"
+        )
+    return kinds
 
 
 def refuse_other(fields: Fields, **known: str) -> None:

@@ -121,6 +121,13 @@ def sliding_layers(fields: Fields, default: Callable[[int], bool]) -> tuple[bool
     return tuple(kind == _SLIDING for kind in kinds)
 
 
+def read_window(fields: Fields, default: int | None) -> dict[str, Any]:
+    """Arguments of `read_layers` for a window in all layers: sliding_window, null for none."""
+    window = None if "sliding_window" in fields.values else default
+    window = fields.integer("sliding_window", window)
+    return {"windows": [window is not None] * layer_count(fields), "window": window}
+
+
 def layer_count(fields: Fields) -> int:
     """The number of layers, within the limit of a sound file."""
     layers = fields.integer("num_hidden_layers")
@@ -149,6 +156,8 @@ def max_context(fields: Fields, rope: Rope) -> int:
     scaling = rope.scaling
     if scaling is None or scaling.kind == "llama3":
         return context
+    if scaling.kind == "longrope":
+        return min(context, scaling.original_context)
     original = scaling.original_context or context
     stretched = int(scaling.factor * original)
     if stretched > INTEGER_LIMIT:

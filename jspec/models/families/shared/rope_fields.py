@@ -11,7 +11,7 @@ from jspec.models.files import Fields
 _KEYS = frozenset(
     "type rope_type rope_theta factor original_max_position_embeddings attention_factor "
     "attn_factor beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor "
-    "high_freq_factor partial_rotary_factor finetuned".split()
+    "high_freq_factor partial_rotary_factor finetuned short_factor long_factor".split()
 )
 
 
@@ -39,20 +39,38 @@ def _rope_fields(fields: Fields) -> Fields:
     return old if old.values else new
 
 
-def read_rope(fields: Fields, theta: float = 10000.0) -> Rope:
-    """The base, by default ``theta``, and the scaling of a config.json."""
-    return rope_of(fields, _rope_fields(fields), fields.number("rope_theta", theta))
+def read_rope(fields: Fields, theta: float = 10000.0, *, size: int | None = None) -> Rope:
+    """The base, by default ``theta``, and the scaling of a config.json.
+
+    ``size``: channels of a head, of which the family may rotate a part; None is not.
+    """
+    return rope_of(fields, _rope_fields(fields), fields.number("rope_theta", theta), size=size)
 
 
-def rope_of(fields: Fields, rope: Fields, theta: float) -> Rope:
-    """The base, by default ``theta``, and the scaling that ``rope`` of a config.json says."""
+def read_layer_ropes(fields: Fields, theta: float, local_theta: float) -> tuple[Rope, Rope]:
+    """The rope of layers that see all, which alone is scaled, and that of those with a window.
+
+    Their bases are by default ``theta`` and ``local_theta``.
+    """
+    both = fields.object("rope_parameters")
+    full, sliding = (both.object(key) for key in ("full_attention", "sliding_attention"))
+    if not (full.values or sliding.values):
+        return read_rope(fields, theta), Rope(float(local_theta))
+    if other := sorted(set(both.values) - both.read):
+        raise both.error(f"fields {quoted(other)} are unknown; jspec reads those of layer types")
+    theta = fields.number("rope_theta", theta)
+    return rope_of(fields, full, theta), rope_of(fields, sliding, local_theta)
+
+
+def rope_of(fields: Fields, rope: Fields, theta: float, *, size: int | None = None) -> Rope:
+    """The rope that ``rope`` of a config.json says; arguments as of `read_rope`."""
     kind = rope.text("rope_type", rope.text("type", None))
     if kind is None and rope.has("factor"):
         raise rope.error(
             f"factor={quoted(rope.values['factor'])} has no rope_type; add the one that the model "
             f"was trained with, of {', '.join(_SCALINGS)}"
         )
-    kind = "default" if kind is None else kind
+    kind = {None: "default", "su": "longrope"}.get(kind, kind)
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
         raise rope.error(f"rope_type={quoted(kind)} is not supported; jspec has {known}")
@@ -61,10 +79,12 @@ def rope_of(fields: Fields, rope: Fields, theta: float) -> Rope:
         raise rope.error(
             f"fields {quoted(unknown)} are unknown to jspec; it cannot tell what they change"
         )
-    for place in (fields, rope):
-        if place.number("partial_rotary_factor", 1.0) != 1.0:
-            value = quoted(place.values["partial_rotary_factor"])
-            raise place.error(f"partial_rotary_factor={value} is not supported; jspec rotates all")
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if share > 1 or (share != 1 and size is None):
+        raise fields.error(f"partial_rotary_factor={share} is not supported; jspec rotates all")
+    longrope = [key for key in ("short_factor", "long_factor") if rope.has(key)]
+    if longrope and kind != "longrope":
+        raise rope.error(f"{longrope[0]} does not go with rope_type={quoted(kind)}")
     if kind != "yarn" and rope.number("attn_factor", 1.0) != 1:
         value = quoted(rope.values["attn_factor"])
         raise rope.error(f"attn_factor={value} is not supported with rope_type={quoted(kind)}")
@@ -72,7 +92,8 @@ def rope_of(fields: Fields, rope: Fields, theta: float) -> Rope:
     if theta <= 1:
         raise fields.error(f"rope_theta={theta} must be above 1")
     try:
-        return Rope(theta, _SCALINGS[kind](fields, rope))
+        rotated = None if size is None or share == 1 else int(size * share)
+        return Rope(theta, _SCALINGS[kind](fields, rope), rotated)
     except CheckpointError:
         raise
     except ValueError as error:
@@ -147,10 +168,28 @@ def _attention_factor(rope: Fields, factor: float) -> float | None:
     return None if times == 1 else times * (growth + 1)
 
 
+def _longrope(fields: Fields, rope: Fields) -> RopeScaling:
+    """The factors within the trained context, the limit on the tokens of a row.
+
+    Those beyond it would change the keys of earlier tokens.
+    """
+    original = _original_context(fields, rope)
+    factor = float(rope.number("factor", fields.integer("max_position_embeddings") / original))
+    attention = rope.number("attention_factor", None)
+    return RopeScaling(
+        "longrope",
+        max(factor, 1.0),
+        original_context=original,
+        attention_factor=None if attention is None else float(attention),
+        wave_factors=rope.positive_numbers("short_factor"),
+    )
+
+
 _SCALINGS = {
     "default": _default,
     "dynamic": _default,
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }

@@ -1,0 +1,102 @@
+"""Families of models compared with transformers on random checkpoints; needs the extra "parity".
+
+Each family has a few variants of its settings, and `random_settings` draws more from a seed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jspec import SelfDraft, load_model
+from jspec.policies import Streaming
+from tests.models import goldens
+from tests.models.test_parity import assert_generates_alike, assert_logits
+
+pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+
+# The goldens of families that no other file compares, and further settings of each.
+VARIANTS: dict[str, tuple[str, dict]] = {
+    **{
+        name: goldens.CASES[name] for name in ("ernie4_5", "gemma", "granite", "mistral", "mixtral")
+    },
+    **{name: goldens.CASES[name] for name in ("olmo3", "phi3", "qwen2_moe", "smollm3")},
+    "ernie4_5-plain": ("ernie4_5", {"rope_parameters": goldens.YARN}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**goldens.LATENT, "num_hidden_layers": 3}),
+    "glm4_moe_lite-groups": (
+        "glm4_moe_lite",
+        {**goldens.LATENT, **goldens.IN_GROUPS, "mlp_layer_types": ["sparse", "dense"]},
+    ),
+    "internlm3": ("internlm3", {"hidden_size": 64, "head_dim": 24}),
+    "internlm3-biased": ("internlm3", {"attention_bias": True, "mlp_bias": True}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "rope_parameters": goldens.YARN}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 6, "sliding_window": 9}),
+    "olmo2": ("olmo2", {"head_dim": None}),
+    "olmo2-biased": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "phi3-plain": ("phi3", {"head_dim": None, "tie_word_embeddings": True}),
+    "qwen2_moe-layers": (
+        "qwen2_moe",
+        {
+            **goldens.QWEN2_MOE,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 3,
+        },
+    ),
+    "seed_oss": ("seed_oss", {}),
+    "seed_oss-biased": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "smollm3-windows": (
+        "smollm3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "rope_parameters": goldens.YARN,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3-windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "num_hidden_layers": 3,
+            "layer_types": goldens.TYPES,
+        },
+    ),
+    "qwen3_moe-windows": (
+        "qwen3_moe",
+        {**goldens.QWEN3_MOE, "use_sliding_window": True, "sliding_window": 9},
+    ),
+}
+
+
+def saved(tmp_path, family: str, settings: dict, seed: int):
+    """A random transformers model, and the same saved and loaded by jspec."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    theirs = goldens.make_model(family, settings, seed)
+    theirs.save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    return theirs, load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits(tmp_path, name):
+    assert_logits(*saved(tmp_path, *VARIANTS[name], seed=len(name)))
+
+
+FIRST = {family: name for name, (family, _) in reversed(VARIANTS.items())}
+
+
+@pytest.mark.parametrize("name", FIRST.values())
+def test_greedy_generation(tmp_path, name):
+    theirs, ours = saved(tmp_path, *VARIANTS[name], seed=len(name))
+    assert_generates_alike(theirs, ours, None, SelfDraft(Streaming(sinks=4, window=16)))
