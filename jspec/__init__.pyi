@@ -22,12 +22,6 @@ from .config import (
     ModelConfig as ModelConfig,
 )
 from .config import (
-    Rope as Rope,
-)
-from .config import (
-    RopeScaling as RopeScaling,
-)
-from .config import (
     SamplingParams as SamplingParams,
 )
 from .decode.checks import mode_of as mode_of
@@ -114,6 +108,8 @@ from .models.tokenizer import load_tokenizer as load_tokenizer
 from .parts import ClampedSwiGLU as ClampedSwiGLU
 from .parts import Experts as Experts
 from .parts import Latent as Latent
+from .parts import Rope as Rope
+from .parts import RopeScaling as RopeScaling
 from .typing import Attend as Attend
 from .typing import Model as Model
 from .typing import ModelShape as ModelShape

@@ -1,15 +1,121 @@
-"""Settings of layers other than plain attention and plain feed-forward."""
+"""Settings of parts of a layer: rotary embeddings, latent attention, experts."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
-from jspec.checks import check_flags, check_numbers, check_sizes, present_fields, require
+from jspec.checks import check_flags, check_numbers, check_sizes, is_number, present_fields, require
 
 EXPERT_LIMIT = 4096  # a file that asks for more is damaged
 # The gate of a feed-forward: SwiGLU's, or GeGLU's with the tanh approximation.
 Activation = Literal["silu", "gelu_tanh"]
+
+
+def _check_rope_numbers(setting: Any, *names: str, low: float = 1e-6) -> None:
+    # No model comes near the bounds, and products of such numbers stay finite.
+    for name in names:
+        value = getattr(setting, name)
+        valid = is_number(value) and low <= value <= 1e12
+        require(valid, f"{name}={value!r:.80} must be a finite number from {low:g} to 1e12")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    Attributes:
+        kind: ``linear`` (positions divided by ``factor``), ``llama3`` (Llama 3.1: long waves are
+            divided by ``factor``, short ones are not, with a ramp between), ``yarn`` (Peng et al.
+            2023, with its attention temperature) or ``longrope`` (Ding et al. 2024: each wave is
+            divided by its own of ``wave_factors``, with an attention temperature).
+        factor: The ratio of the contexts, at least 1.
+        original_context: The trained context in tokens, which all but ``linear`` need.
+        low_frequency_factor: Where the ramp of ``llama3`` begins.
+        high_frequency_factor: Where the ramp of ``llama3`` ends.
+        beta_fast: Where the ramp of ``yarn`` begins, in rotations.
+        beta_slow: Where the ramp of ``yarn`` ends, in rotations.
+        attention_factor: The factor on cosine and sine of ``yarn`` and ``longrope``; None is the
+            paper's.
+        truncate: Whether the ends of the ramp of ``yarn`` are rounded to whole channels.
+        wave_factors: The divisors of ``longrope``, one for each pair of rotated channels.
+    """
+
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    factor: float
+    original_context: int = 0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    wave_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.kind in ("linear", "llama3", "yarn", "longrope"),
+            f"rope scaling {self.kind!r:.80} is unknown; jspec has linear, llama3, yarn and "
+            "longrope",
+        )
+        factors = self.wave_factors
+        require(
+            isinstance(factors, tuple) and all(is_number(x) and 1e-6 <= x <= 1e12 for x in factors),
+            f"wave_factors={factors!r:.80} must be a tuple of finite numbers from 1e-06 to 1e12",
+        )
+        require(
+            bool(factors) == (self.kind == "longrope"),
+            f"wave_factors={factors!r:.80} do not go with rope scaling {self.kind}",
+        )
+        _check_rope_numbers(self, "factor", low=1)
+        require(
+            type(self.original_context) is int and 0 <= self.original_context < 2**31,
+            f"original_context={self.original_context!r:.80} must be an int32, at least 0",
+        )
+        require(
+            self.kind == "linear" or self.original_context > 0,
+            f"rope scaling {self.kind} needs original_context, got {self.original_context}",
+        )
+        _check_rope_numbers(self, "low_frequency_factor", "high_frequency_factor")
+        _check_rope_numbers(
+            self, "beta_fast", "beta_slow", *present_fields(self, "attention_factor")
+        )
+        check_flags(self, "truncate")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        require(
+            low < high, f"high_frequency_factor={high} must be above low_frequency_factor={low}"
+        )
+        fast, slow = self.beta_fast, self.beta_slow
+        require(fast >= slow, f"beta_fast={fast} must be at least beta_slow={slow}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """A rotary position embedding.
+
+    Attributes:
+        theta: Its base, above 1.
+        scaling: How it is stretched beyond the trained context; None is not at all.
+        rotated: Channels of a head that it rotates, even; 0 is none (NoPE), None is all. Of H
+            channels the pairs are those of number i and i + H / 2, and the first are rotated.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling | None = None
+    rotated: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_rope_numbers(self, "theta", low=1)
+        require(self.theta > 1, f"theta={self.theta} must be above 1")
+        require(
+            self.scaling is None or isinstance(self.scaling, RopeScaling),
+            f"scaling={self.scaling!r:.80} must be a RopeScaling or None",
+        )
+        rotated = self.rotated
+        require(
+            rotated is None or (type(rotated) is int and rotated >= 0 and rotated % 2 == 0),
+            f"rotated={rotated!r:.80} must be an even number of channels, or None for all",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

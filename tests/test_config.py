@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling, SamplingParams
-from jspec.parts import Experts
+from jspec.config import LayerSpec, ModelConfig, SamplingParams
+from jspec.parts import Experts, Rope, RopeScaling
 from tests.conftest import TINY
 
 MODEL = {field.name: getattr(TINY, field.name) for field in dataclasses.fields(TINY)}

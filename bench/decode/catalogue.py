@@ -12,8 +12,8 @@ import itertools
 import math
 from typing import Any
 
-from jspec.config import LayerSpec, ModelConfig, Rope, RopeScaling
-from jspec.parts import ClampedSwiGLU, Experts
+from jspec.config import LayerSpec, ModelConfig
+from jspec.parts import ClampedSwiGLU, Experts, Rope, RopeScaling
 
 CONTEXT = 131072  # of every model here; Qwen3 reaches it by YaRN, which costs no time
 

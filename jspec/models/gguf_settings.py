@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jspec.config import ModelConfig, Rope, RopeScaling
+from jspec.config import ModelConfig
 from jspec.models.errors import quoted
 from jspec.models.families import model_config
 from jspec.models.files import Fields
 from jspec.models.gguf_vocabulary import NO_TOKEN
 from jspec.models.rope import rope_frequencies
+from jspec.parts import Rope, RopeScaling
 
 # The architecture that a file says, and the family that reads its fields.
 ARCHITECTURES = {

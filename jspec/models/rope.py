@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.config import Rope, RopeScaling
+from jspec.parts import Rope, RopeScaling
 from jspec.typing import Array
 
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jspec.cache import Cache, LinearLayout
-from jspec.config import LayerSpec, Rope, RopeScaling, SamplingParams
+from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.draft import SelfDraft
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import PLAIN
+from jspec.parts import Rope, RopeScaling
 from jspec.policies import Streaming
 from jspec.policies.attend import run_selected
 from jspec.policies.compact import Compact, CompactAttend

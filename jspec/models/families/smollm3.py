@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from jspec.config import ModelConfig, Rope
+from jspec.config import ModelConfig
 from jspec.models.errors import quoted
 from jspec.models.families.llama import MODULES
 from jspec.models.families.shared.family import Family
 from jspec.models.families.shared.layers import layer_count, read_layers, sliding_layers
 from jspec.models.families.shared.rope_fields import read_rope
 from jspec.models.files import Fields
+from jspec.parts import Rope
 
 
 def read(fields: Fields) -> ModelConfig:

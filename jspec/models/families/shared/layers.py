@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jspec.config import LAYER_LIMIT, LayerSpec, ModelConfig, Rope
+from jspec.config import LAYER_LIMIT, LayerSpec, ModelConfig
 from jspec.models.errors import quoted
 from jspec.models.families.shared.rope_fields import read_rope
 from jspec.models.files import INTEGER_LIMIT, Fields
-from jspec.parts import Activation
+from jspec.parts import Activation, Rope
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ACTIVATIONS: dict[Activation, tuple[str, ...]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from jspec.config import Rope, RopeScaling
 from jspec.models.errors import CheckpointError, quoted
 from jspec.models.files import Fields
+from jspec.parts import Rope, RopeScaling
 
 _KEYS = frozenset(
     "type rope_type rope_theta factor original_max_position_embeddings attention_factor "
