@@ -80,6 +80,7 @@ class Chunks:
         paces: int32 ``[B]``: tokens that each row commits in a chunk, by the last one.
         together: As in `RowAcceptance`.
         is_shared: Whether several processes share the model.
+        running: Chunks that were started, and whose tokens were not passed on; two at most.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Chunks:
         self._ending = 0.0  # share of rows that ended in each of the last chunks
         self._rested = 0  # steps since the drafter last drafted
         self.is_shared = is_shared(options.models.target)
-        self._at_work: list[Chunk] = []  # that were started and not finished
+        self.running: list[Chunk] = []
         self._acceptance: RowAcceptance | None = None  # what they accepted, where that is asked for
         self._finished = 0.0  # until when the time of the device is in ``seconds``
         self._prompts: Prompts | None = None  # before the next chunk
@@ -163,7 +164,7 @@ class Chunks:
 
     def renew(self, rows: list[int]) -> None:
         """Other requests fill ``rows``, after all running chunks."""
-        for chunk in self._at_work:
+        for chunk in self.running:
             chunk.filled.update(rows)
         if self._acceptance is not None:
             self._acceptance.renew(rows)
@@ -190,7 +191,7 @@ class Chunks:
         begin = self._now()
         state, record = self._chunk(state, config)
         chunk = Chunk(record, config.gamma, choice, begin, self.programs.compile_s, prompts)
-        self._at_work.append(chunk)
+        self.running.append(chunk)
         return state, chunk
 
     def finish(self, chunk: Chunk) -> StepRecord:
@@ -200,7 +201,6 @@ class Chunks:
         if chunk.prompts is not None and is_alone:
             self._finish_prompts(chunk.prompts)
         record = jax.device_get(chunk.record)
-        del self._at_work[:1]
         seconds = self._add_time("decode_s", chunk.begin)
         # If a program was compiled meanwhile, it is unknown when the chunk ended.
         is_measured = chunk.is_timed and self.programs.compile_s == chunk.compiled
@@ -231,8 +231,7 @@ class Chunks:
         """Pass a chunk to what chooses gammas; ``a_step``: seconds of a step, None if unknown."""
         if chunk.choice is None or self._acceptance is None:
             return
-        _, accepted, committed, _ = counts_of(record)
-        live = committed > 0
+        accepted, live = np.asarray(record.accepted), np.asarray(record.committed) > 0
         if not live.any():  # all rows had ended before it
             return
         chunk.choice.observe(chunk.gamma, a_step, accepted, live)
@@ -242,7 +241,7 @@ class Chunks:
 
     def _left_after_work(self, left: np.ndarray) -> np.ndarray:
         """``left`` after the running chunks, at the pace of the last chunk."""
-        for chunk in self._at_work:
+        for chunk in self.running:
             paces = self.paces.copy()
             paces[list(chunk.filled)] = 0
             left = np.maximum(left - paces, 0)
@@ -294,14 +293,6 @@ class Chunks:
             self._rested -= SYNC_TOKENS
         self._rested = 0
         return state
-
-
-def counts_of(record: StepRecord) -> tuple[np.ndarray, ...]:
-    """Drafted, accepted and committed tokens, int32 ``[steps, B]``, and the gamma of each step."""
-    counts = (record.drafted, record.accepted, record.committed)
-    # A record has a token for each of gamma + 1 positions.
-    gammas = np.full(len(record.tokens), record.tokens.shape[-1] - 1)
-    return *map(np.asarray, counts), gammas
 
 
 def _is_ready(x: Array) -> bool:

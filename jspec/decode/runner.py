@@ -12,7 +12,7 @@ import numpy as np
 
 from jspec.config import SamplingMode
 from jspec.decode.checks import MODES, strongest
-from jspec.decode.chunks import Chunk, Chunks, counts_of
+from jspec.decode.chunks import Chunks
 from jspec.decode.on_mesh import agreed
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
@@ -20,7 +20,7 @@ from jspec.decode.programs import OnCompile
 from jspec.decode.request import Request
 from jspec.decode.rows import grow_capacity
 from jspec.decode.state import DecodeState, StepRecord
-from jspec.decode.stats import Stats, Tally, clip_records
+from jspec.decode.stats import Stats, Tally
 from jspec.sharding import put
 
 
@@ -73,7 +73,6 @@ class Runner:
         self.chunks = Chunks(options, on_compile, together=together)
         self._tally = Tally(options.config.gamma)
         self._is_done = np.zeros(count, bool)  # on the device, after the chunks that were read
-        self._running: list[Chunk] = []  # two at most
 
     @property
     def free(self) -> list[int]:
@@ -87,7 +86,7 @@ class Runner:
     @property
     def requests(self) -> set[Request]:
         """Requests that have not ended yet."""
-        every = [self.slots, *(chunk.requests for chunk in self._running)]
+        every = [self.slots, *(chunk.requests for chunk in self.chunks.running)]
         return {request for slots in every for request in slots if request is not None}
 
     @property
@@ -122,7 +121,7 @@ class Runner:
 
     def remove(self, request: Request) -> None:
         """Free the slot of a request, and drop what running chunks decode for it."""
-        for slots in (self.slots, *(chunk.requests for chunk in self._running)):
+        for slots in (self.slots, *(chunk.requests for chunk in self.chunks.running)):
             slots[:] = [None if other is request else other for other in slots]
 
     def decode(self, *, waiting: bool = False) -> tuple[Request, ...]:
@@ -130,7 +129,7 @@ class Runner:
 
         ``waiting``: whether other requests wait for slots.
         """
-        if not self._running:
+        if not self.chunks.running:
             if not self.busy:
                 self.chunks.wait_for_prompts()
                 return ()
@@ -141,13 +140,13 @@ class Runner:
 
     def resume(self) -> None:
         """Keep the caller's time since the last step out of that of a chunk that had ended."""
-        for chunk in self._running:
+        for chunk in self.chunks.running:
             self.chunks.resume(chunk)
 
     def close(self) -> None:
         """Free the slots and the memory of the device."""
         self.slots = [None] * len(self.slots)
-        self._running.clear()
+        self.chunks.running.clear()
         del self.state
 
     # --- chunks -----------------------------------------------------------------------------------
@@ -166,7 +165,6 @@ class Runner:
         state, chunk = self.chunks.start(state, self._left())
         chunk.requests = list(self.slots)
         self.state = dataclasses.replace(state, mode=mode)
-        self._running.append(chunk)
 
     def _looks_ahead(self, waiting: bool) -> bool:
         """Whether to start the next chunk before the running one is read.
@@ -178,7 +176,7 @@ class Runner:
             return False
         left = self._left()
         # Slots that were filled after the running chunk begin with the next one.
-        left[list(self._running[0].filled)] = np.iinfo(left.dtype).max
+        left[list(self.chunks.running[0].filled)] = np.iinfo(left.dtype).max
         return self.chunks.looks_ahead(left, waiting=waiting)
 
     def _left(self) -> np.ndarray:
@@ -187,7 +185,7 @@ class Runner:
 
     def _least(self, slot: int, request: Request) -> int:
         """Tokens that running chunks decode for a request at least: one per step, or to its end."""
-        chunks = sum(chunk.requests[slot] is request for chunk in self._running)
+        chunks = sum(chunk.requests[slot] is request for chunk in self.chunks.running)
         return chunks * self.chunks.options.steps
 
     def _reach(self, chunks: float) -> int:
@@ -207,7 +205,7 @@ class Runner:
 
     def _read(self) -> tuple[Request, ...]:
         """Pass on the tokens of the earliest running chunk; returns the requests that it ended."""
-        chunk = self._running[0]
+        chunk = self.chunks.running[0]
         record = self.chunks.finish(chunk)
         others = [slot for slot in range(len(self.slots)) if slot not in chunk.filled]
         self._is_done[others] = record.done[-1][others]
@@ -217,7 +215,7 @@ class Runner:
             self._pass_on(live, record)
         finally:  # an exception of a callback leaves the tokens of the requests before it
             self._count(live, before, record)
-        self._running.pop(0)
+        self.chunks.running.pop(0)
         ended = tuple(request for request in live.values() if request.finished is not None)
         for request in ended:
             self.remove(request)
@@ -256,11 +254,9 @@ class Runner:
         token_counts = np.zeros(len(self.slots), np.int64)
         for slot, request in live.items():
             token_counts[slot] = len(request._tokens) - before[slot]
-        *counts, gammas = counts_of(record)
-        drafted, accepted, committed = clip_records(*counts, token_counts=token_counts)
-        self._tally.add(drafted, accepted, committed, gammas=gammas)
+        steps = self._tally.add(record, token_counts)
         for slot, request in live.items():
-            request._steps += int((committed[:, slot] > 0).sum())
+            request._steps += int(steps[slot])
 
 
 def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:

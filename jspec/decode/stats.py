@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jspec.decode.state import StepRecord
+
 
 @dataclasses.dataclass(frozen=True)
 class PositionRate:
@@ -111,52 +113,37 @@ class Stats:
         return {n: getattr(self, n) for n in names.split()} | sequences
 
 
-def clip_records(
-    drafted: np.ndarray, accepted: np.ndarray, committed: np.ndarray, token_counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Step records of rows that keep only their first ``token_counts [B]`` tokens.
-
-    ``drafted``, ``accepted`` and ``committed`` are int32 ``[steps, B]``, and are returned so. A
-    step of which a part is kept counts as one that a stop token ended there.
-    """
-    before = np.cumsum(committed, axis=0) - committed
-    left = np.clip(token_counts - before, 0, committed)
-    is_cut = left < committed
-    return np.where(is_cut, left, drafted), np.where(is_cut, left, accepted), left
-
-
 class Tally:
-    """Adds up step records, ``drafted``, ``accepted``, ``committed`` int32 ``[steps, B]``."""
+    """Adds up the records of chunks of steps with drafts of at most ``gamma`` tokens."""
 
     def __init__(self, gamma: int):
-        self.gamma = gamma
         self.steps = self.drafted = self.accepted = self.committed = 0
         self.steps_at: Counter[int] = Counter()
         self.attempts_at = np.zeros(gamma, np.int64)
         self.accepted_at = np.zeros(gamma, np.int64)
 
-    def add(
-        self,
-        drafted: np.ndarray,
-        accepted: np.ndarray,
-        committed: np.ndarray,
-        gammas: np.ndarray | None = None,
-    ) -> None:
-        """Add steps. A row that committed nothing was done, and took no step.
+    def add(self, record: StepRecord, token_counts: np.ndarray) -> np.ndarray:
+        """Add a chunk of which each row keeps only its first ``token_counts [B]`` tokens.
 
-        ``gammas [steps]``: the gamma of each step; None where all have that of the tally.
+        A step of which a part is kept counts as one that a stop token ended there. A row that
+        committed nothing was done, and took no step. Returns the steps of each row, int ``[B]``.
         """
-        live = committed > 0
-        self.steps += int(live.sum())
-        gammas = np.full(len(live), self.gamma) if gammas is None else gammas
-        for gamma in np.unique(gammas).tolist():
-            self.steps_at[gamma] += int(live[gammas == gamma].sum())
-        self.drafted += int(drafted[live].sum())
-        self.accepted += int(accepted[live].sum())
-        self.committed += int(committed.sum())
+        committed = np.asarray(record.committed)
+        before = np.cumsum(committed, axis=0) - committed
+        counted = np.clip(token_counts - before, 0, committed)
+        is_cut, live = counted < committed, counted > 0
+        drafted, accepted = (
+            np.where(is_cut, counted, x)[live] for x in (record.drafted, record.accepted)
+        )
+        self.steps += len(drafted)
+        self.steps_at[record.tokens.shape[-1] - 1] += len(drafted)
+        self.drafted += int(drafted.sum())
+        self.accepted += int(accepted.sum())
+        self.committed += int(counted.sum())
         position = np.arange(len(self.attempts_at))
-        self.attempts_at += (drafted[live][:, None] > position).sum(axis=0)
-        self.accepted_at += (accepted[live][:, None] > position).sum(axis=0)
+        self.attempts_at += (drafted[:, None] > position).sum(axis=0)
+        self.accepted_at += (accepted[:, None] > position).sum(axis=0)
+        return live.sum(axis=0)
 
     def stats(self, **rest: Any) -> Stats:
         positions = zip(self.attempts_at.tolist(), self.accepted_at.tolist(), strict=True)

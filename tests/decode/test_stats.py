@@ -1,11 +1,13 @@
 """Statistics against a count in plain Python that knows nothing of the step."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.generation import generate
-from jspec.decode.stats import PositionRate, Stats, Tally, clip_records
+from jspec.decode.state import StepRecord
+from jspec.decode.stats import PositionRate, Stats, Tally
 from tests.conftest import make_decoder
 from tests.decode.common import DRAFT_LIMITS, NEW, NGRAM, STREAMING, prompts
 from tests.decode.test_draft import lookup
@@ -84,13 +86,17 @@ def test_plain_decoding_commits_one_token_a_step(sharp):
     assert stats.acceptance_by_position == ()
 
 
+def record(drafted, accepted, committed, gamma: int) -> StepRecord:
+    """The record of steps with these counts, each ``[steps][B]``."""
+    counts = [drafted, np.zeros_like(drafted), accepted, committed]
+    tokens = np.zeros((*np.shape(drafted), gamma + 1), int)
+    return StepRecord(jnp.asarray(np.concatenate([np.stack(counts, axis=-1), tokens], axis=-1)))
+
+
 def test_a_row_that_was_done_counts_nothing():
     tally = Tally(2)
-    tally.add(
-        drafted=np.array([[2, 2], [1, 0]]),
-        accepted=np.array([[1, 2], [1, 0]]),
-        committed=np.array([[2, 3], [2, 0]]),
-    )
+    drafted, accepted, committed = [[2, 2], [1, 0]], [[1, 2], [1, 0]], [[2, 3], [2, 0]]
+    assert tally.add(record(drafted, accepted, committed, 2), np.array([9, 9])).tolist() == [2, 1]
     times = {"compilations": 3, "compile_s": 1.0, "prefill_s": 0.5, "decode_s": 2.0}
     stats = tally.stats(rows=2, prompt_tokens=7, **times)
     assert (stats.steps, stats.drafted, stats.accepted, stats.committed) == (3, 5, 4, 7)
@@ -108,10 +114,15 @@ def test_a_row_that_ends_within_a_chunk_counts_what_it_keeps():
     drafted = np.array([[3, 3, 3], [3, 3, 3], [3, 3, 3]])
     accepted = np.array([[3, 2, 3], [1, 3, 0], [2, 3, 3]])
     committed = accepted + 1
-    got = clip_records(drafted, accepted, committed, np.array([9, 4, 0]))
-    np.testing.assert_array_equal(got[0], [[3, 3, 0], [3, 1, 0], [3, 0, 0]])
-    np.testing.assert_array_equal(got[1], [[3, 2, 0], [1, 1, 0], [2, 0, 0]])
-    np.testing.assert_array_equal(got[2], [[4, 3, 0], [2, 1, 0], [3, 0, 0]])
+    tally = Tally(3)
+    steps = tally.add(record(drafted, accepted, committed, 3), np.array([9, 4, 0]))
+    assert steps.tolist() == [3, 2, 0]
+    assert tally.drafted == (3 + 3 + 3) + (3 + 1)
+    assert tally.accepted == (3 + 1 + 2) + (2 + 1)
+    assert tally.committed == 9 + 4
+    assert tally.attempts_at.tolist() == [5, 4, 4]
+    assert tally.accepted_at.tolist() == [5, 3, 1]
+    assert tally.steps_at == {3: 5}
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
