@@ -260,7 +260,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: Most new tokens.
         temperature: 0 is greedy.
-        top_k: Keeps the ``top_k`` most likely tokens; 0 switches the filter off.
+        top_k: Keeps the ``top_k`` most likely tokens; 0 or -1, which becomes 0, switches the filter
+            off.
         top_p: Keeps the most likely tokens of this total probability; 1 switches the filter off.
         min_p: Keeps tokens of at least this share of the highest probability; 0 switches the filter
             off.
@@ -286,7 +287,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._whole("max_new_tokens", 1, "must be at least 1")
-        self._whole("top_k", 0, "must be at least 0; 0 switches it off")
+        self._whole("top_k", -1, "must be at least 1; 0 or -1 switches it off")
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         if self.seed is not None:
             self._whole("seed", 0, "must be in [0, 2**32), or None for a fresh one", 2**32)
         if self.draft_limit is not None:

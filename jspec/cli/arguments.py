@@ -160,7 +160,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default 256")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 (default) is greedy")
-    add("--top-k", type=int, default=0, metavar="N", help="0 (default) is off")
+    add("--top-k", type=int, default=0, metavar="N", help="0 (default) or -1 is off")
     add("--top-p", type=float, default=1.0, metavar="X", help="1 (default) is off")
     add("--min-p", type=float, default=0.0, metavar="X", help="0 (default) is off")
     add("--seed", type=int, metavar="N", help="keys every random number; default a fresh one")

@@ -1,4 +1,4 @@
-"""The interface of a verifier, which drafts and verifies one block a row, and jspec's own."""
+"""The interface of a verifier, which drafts and verifies one block a row."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from jspec.ops.sample import Role, Sampling, sample
-from jspec.ops.stochastic import Rule, verify_stochastic
-from jspec.typing import Array
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -49,69 +43,32 @@ class Verifier(Protocol):
         ...
 
 
-def _of_rule(rule: Rule) -> Verifier:
-    """jspec's own verification by ``rule``."""
-
-    def verifier(
-        draft_logits: Floats,
-        target_logits: Floats,
-        *,
-        temperature: float,
-        top_p: float,
-        seeds: NDArray[np.uint32],
-        positions: NDArray[np.int32],
-    ) -> ArrayLike:
-        count = len(seeds)
-        sampling = Sampling(
-            jnp.full((count,), temperature, jnp.float32),
-            jnp.zeros((count,), jnp.int32),
-            jnp.full((count,), top_p, jnp.float32),
-            jnp.zeros((count,), jnp.float32),
-            jnp.asarray(seeds),
-        )
-        logits = jnp.asarray(draft_logits), jnp.asarray(target_logits)
-        where = jnp.asarray(positions)
-        return np.asarray(_block(*logits, sampling, where, rule=rule, filtered=top_p < 1))
-
-    return verifier
+class VerifierError(Exception):
+    """A verifier raised an exception or asked to end the process."""
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "filtered"))
-def _block(
-    draft_logits: Array,
-    target_logits: Array,
-    sampling: Sampling,
-    positions: Array,
-    *,
-    rule: Rule,
-    filtered: bool,
-) -> Array:
-    count, gamma, _ = draft_logits.shape
-    where = positions[:, None] + jnp.arange(gamma, dtype=jnp.int32)[None]
-    drawing = sampling.in_block(positions) if rule == "block" else sampling
-    tokens = jnp.zeros((count, 0), jnp.int32)
-    if gamma:
-        tokens = sample(draft_logits, drawing, where, Role.DRAFT, filtered=filtered)
-    verified = verify_stochastic(
-        tokens,
-        target_logits,
-        jnp.full((count,), gamma, jnp.int32),
-        jnp.full((count, 1), -1, jnp.int32),
-        sampling,
-        positions,
-        draft_logits=draft_logits,
-        rule=rule,
-        filtered=filtered,
-    )
-    return verified.tokens
+def guarded(verifier: Verifier) -> Verifier:
+    """``verifier``, whose exceptions and exits become a `VerifierError`; Ctrl-C stays itself."""
 
+    @functools.wraps(verifier)
+    def call(*arguments: Any, **settings: Any) -> ArrayLike:
+        try:
+            return verifier(*arguments, **settings)
+        except SystemExit as error:
+            raise VerifierError(f"the verifier exits, with status {error.code!r}") from None
+        except Exception as error:
+            raise VerifierError(f"the verifier raises {type(error).__name__}: {error}") from error
 
-token_rule = _of_rule("token")
-block_rule = _of_rule("block")
+    return call
 
 
 def load(name: str) -> Verifier:
-    """Import the verifier ``module:function``; raises `ValueError` if there is none."""
+    """Import the verifier ``module:function``.
+
+    Raises:
+        ValueError: there is none.
+        VerifierError: its module raises or exits.
+    """
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"--verifier {name!r} must be module:function, as in my.package:verify")
@@ -121,6 +78,8 @@ def load(name: str) -> Verifier:
         raise ValueError(
             f"--verifier {name!r}: {error}; run it where the module can be found"
         ) from None
+    except (Exception, SystemExit) as error:
+        raise VerifierError(f"{module} ends with {type(error).__name__}: {error}") from error
     if not callable(verifier):
         raise ValueError(f"--verifier {name!r}: {module} has no function {function!r}")
     _check_signature(name, verifier)

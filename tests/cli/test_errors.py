@@ -36,7 +36,7 @@ from jspec.decode import generation
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "x", "--temperature", "nan"], "temperature=nan"),
         (["--prompt", "x", "--top-p", "0"], "top_p=0.0"),
-        (["--prompt", "x", "--top-k", "-1"], "top_k=-1"),
+        (["--prompt", "x", "--top-k", "-2"], "top_k=-2"),
         (["--prompt", "x", "--min-p", "2"], "min_p=2.0"),
         (["--prompt", "x", "--seed", "-1"], "seed=-1"),
         (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),

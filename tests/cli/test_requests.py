@@ -214,7 +214,7 @@ def test_requests_come_from_stdin(monkeypatch):
         ({"requests": "/"}, "/ is no regular file"),
         ({"requests": "/dev/null"}, "/dev/null is no regular file"),
         ({"requests": EMPTY}, f"{EMPTY}: holds no requests; write one JSON object a line"),
-        ({"requests": EMPTY, "top_k": -1}, "top_k=-1 must be at least 0"),
+        ({"requests": EMPTY, "top_k": -2}, "top_k=-2 must be at least 1"),
         ({"prompt": "x", "stop": ["a\udcff"]}, "a stop text holds '\\udcff' at character 2"),
         ({}, "no prompt; pass --prompt TEXT, --prompt-file F, --requests FILE.jsonl, --demo, or -"),
         ({"prompt": "x", "system": "y"}, "--system goes with --chat; pass both"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Fault = Literal[
-    "", "shared", "residual", "top-p", "bfloat16", "block residual", "reused", "23 bits"
+    "", "shared", "residual", "top-p", "bfloat16", "block residual", "eager", "reused", "23 bits"
 ]
 
 
@@ -37,6 +37,7 @@ class InNumpy:
         for i in range(gamma):
             token = draft[:, i]
             ratio = p[every, i, token] / judged[every, i, token]
+            ratio = 1.02 * ratio if self.fault == "eager" else ratio
             chance = np.minimum((chance if self.rule == "block" else 1) * ratio, 1)
             chances.append(chance)
             if self.rule == "token":
@@ -118,6 +119,7 @@ shared = InNumpy(fault="shared")
 residual = InNumpy(fault="residual")
 top_p = InNumpy(fault="top-p")
 bfloat16 = InNumpy(fault="bfloat16")
+eager = InNumpy(fault="eager")
 block_residual = InNumpy("block", "block residual")
 reused = InNumpy("block", "reused")
 few_bits = InNumpy(fault="23 bits")
@@ -130,3 +132,22 @@ def no_block(draft_logits, target_logits, **settings):
 
 def floats(draft_logits, target_logits, **settings):
     return token(draft_logits, target_logits, **settings).astype(np.float32)
+
+
+class OwnStream(InNumpy):
+    """Its random numbers are one stream of `numpy.random.default_rng`."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        object.__setattr__(self, "rng", np.random.default_rng(seed))
+
+    def numbers(self, seeds, positions, gamma):
+        return self.rng.random((len(seeds), 3, gamma + 1))
+
+
+def raises(draft_logits, target_logits, *, temperature, top_p, seeds, positions):
+    return 1 / 0
+
+
+def leaves(draft_logits, target_logits, *, temperature, top_p, seeds, positions):
+    raise SystemExit(0)

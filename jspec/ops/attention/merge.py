@@ -14,8 +14,9 @@ def merge_attention(outs: Array, lses: Array) -> tuple[Array, Array]:
 
     Args:
         outs: ``[P, ..., H]``, the output over each part.
-        lses: float32 ``[P, ...]``, the log-sum-exp of each part, natural log; -inf for a part of
-            which a query reads no key: its output, NaN included, has no effect.
+        lses: float32 ``[P, ...]``, the log-sum-exp of each part, natural log; -inf, or +inf as
+            FlashAttention-2 has it, for a part of which a query reads no key: its output, NaN
+            included, has no effect.
 
     Returns:
         The output ``[..., H]`` in the dtype of ``outs`` and the log-sum-exp ``[...]``; 0 and -inf
@@ -26,6 +27,7 @@ def merge_attention(outs: Array, lses: Array) -> tuple[Array, Array]:
     """
     if outs.shape[:-1] != lses.shape or not outs.shape[0]:
         raise ValueError(f"outs {outs.shape} and lses {lses.shape} must be [P, ..., H], [P, ...]")
+    lses = jnp.where(lses == jnp.inf, -jnp.inf, lses)
     highest = lses.max(axis=0)
     finite = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp(lses - finite[None])
