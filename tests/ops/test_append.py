@@ -1,5 +1,6 @@
 """Norm, rotation and cache write, against float64 from the definition."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,11 +16,11 @@ def arrays(normed):
     rng = np.random.default_rng(1)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return jax.device_put(rng.standard_normal(shape).astype(np.float32))
 
-    angle = 3 * normal(B, T, 1, H // 2)
+    angle = 3 * np.asarray(normal(B, T, 1, H // 2))
     norms = (RMS(normal(H), 1e-2), RMS(normal(H), 1e-1)) if normed else ()
-    qk_rope = QKRope(jnp.cos(angle), jnp.sin(angle), *norms)
+    qk_rope = QKRope(*jax.device_put((np.cos(angle), np.sin(angle))), *norms)
     q, k, v = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, V)
     return q, k, v, qk_rope, normal(B, S, K, H), normal(B, S, K, V)
 
@@ -36,7 +37,8 @@ def rotated(x, norm, angle):
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "plain"])
 def test_equals_the_definition(normed):
     q, k, v, qk_rope, keys, values = arrays(normed)
-    got = rotate_and_append(q, k, v, qk_rope, keys, values, jnp.asarray(SLOTS))
+    got = jax.jit(rotate_and_append)(q, k, v, qk_rope, keys, values, SLOTS)
+    q, k, v = map(np.asarray, (q, k, v))
     angle = np.float64(qk_rope.cosine) + 1j * np.float64(qk_rope.sine)
     want = np.float64(q), np.float64(keys), np.float64(values)
     for row, token in np.ndindex(B, T):
@@ -55,8 +57,9 @@ def test_codes_are_the_signs_of_the_new_keys():
     """Whatever the column held of other slots it still holds."""
     arguments = next(case for case in APPEND_ENCODE.cases() if case.name == "normed").arguments
     *_, before, w, slots = arguments
-    q, keys, values, codes = rotate_append_encode(*arguments)
-    for have, want in zip((q, keys, values), rotate_and_append(*arguments[:6], slots), strict=True):
+    q, keys, values, codes = jax.device_get(jax.jit(rotate_append_encode)(*arguments))
+    appended = jax.jit(rotate_and_append)(*arguments[:6], slots)
+    for have, want in zip((q, keys, values), appended, strict=True):
         np.testing.assert_array_equal(have, want)
     want = np.array(before)
     for row, token in np.ndindex(slots.shape):

@@ -22,7 +22,7 @@ verify_alone = jax.jit(functools.partial(verify_greedy, implementation="xla"))
 
 
 def placed(arguments):
-    return jax.tree.map(jnp.asarray, arguments)
+    return jax.device_put(arguments)
 
 
 def assert_verified(got, tokens) -> np.ndarray:
@@ -55,12 +55,13 @@ def test_verify_and_pack_of_int64_tokens(backend):
 @every_backend(VERIFY_AND_PACK)
 def test_verify_and_pack_under_vmap(backend):
     parts = [
-        (*placed(ragged_tokens(5, 6, 1, seed=i)), jnp.asarray(random_kv((5, 6, 4), np.float32, i)))
+        placed((*ragged_tokens(5, 6, 1, seed=i), random_kv((5, 6, 4), np.float32, i)))
         for i in range(3)
     ]
     run_or_skip(verify_and_pack, VERIFY_AND_PACK, backend, *parts[0])
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
-    got = jax.vmap(lambda *x: verify_and_pack(*x, implementation=backend))(*stacked)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
+    run = jax.vmap(lambda *x: verify_and_pack(*x, implementation=backend))
+    got = jax.device_get(jax.jit(run)(*stacked))
     for i, (*tokens, kv) in enumerate(parts):
         verified, packed = jax.tree.map(lambda x, i=i: x[i], got)
         assert_packed(packed, np.asarray(kv), assert_verified(verified, tokens))

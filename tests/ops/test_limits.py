@@ -24,9 +24,9 @@ SAMPLED = {"filtered": False, "axis_name": None}
 
 def draws(positions: int, vocabulary: int, batch: int = 1) -> tuple:
     """Arguments of `SAMPLE`, each position certain of a token."""
-    logits = jnp.full((batch, positions, vocabulary), -jnp.inf, jnp.bfloat16)
-    where = jnp.zeros((batch, positions), jnp.int32)
-    return logits.at[:, :, vocabulary // 2].set(0), unfiltered(batch), where
+    logits = np.full((batch, positions, vocabulary), -np.inf, jnp.bfloat16)
+    logits[:, :, vocabulary // 2] = 0
+    return logits, unfiltered(batch), np.zeros((batch, positions), np.int32)
 
 
 def drafted(positions: int, batch: int = 2) -> tuple:
@@ -88,7 +88,7 @@ def _static(operation: Operation) -> dict:
 
 def _run(operation: Operation, backend: str | None, args: tuple) -> None:
     run = jax.jit(partial(operation, implementation=backend, **_static(operation)))
-    jax.block_until_ready(run(*jax.tree.map(jnp.asarray, args)))
+    jax.block_until_ready(run(*jax.device_put(args)))
 
 
 # Arguments whose sizes no machine of a test has: only their shapes are made.

@@ -174,9 +174,12 @@ def chains_of(monkeypatch, **settings) -> list[int]:
         return linear_chain(x, ops)
 
     monkeypatch.setattr("jspec.models.decoder.linear_chain", counted)
-    model = Decoder(ModelConfig.uniform(**SIZES | settings), rngs=nnx.Rngs(0))
-    tokens = jnp.zeros((1, 2), jnp.int32)
-    model(tokens, jnp.arange(2)[None], causal, [])
+
+    def run(tokens):
+        model = Decoder(ModelConfig.uniform(**SIZES | settings), rngs=nnx.Rngs(0))
+        return model(tokens, jnp.arange(2, dtype=jnp.int32)[None], causal, [])[0]
+
+    jax.eval_shape(run, np.zeros((1, 2), np.int32))
     return counts
 
 

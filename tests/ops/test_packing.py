@@ -1,5 +1,7 @@
 """Packing against plain numpy, on every backend."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +76,8 @@ def test_pack_under_vmap(backend):
     kv = jnp.asarray(random_kv((3, 5, 4, 8), np.float32, seed=2))
     accepted = jnp.asarray(np.random.default_rng(1).integers(0, 5, (3, 5)), jnp.int32)
     run_or_skip(pack, PACK, backend, kv[0], accepted[0])
-    got = jax.vmap(lambda kv, a: pack(kv, a, implementation=backend))(kv, accepted)
+    run = jax.vmap(lambda kv, a: pack(kv, a, implementation=backend))
+    got = jax.device_get(jax.jit(run)(kv, accepted))
     for i in range(3):
         one = jax.tree.map(lambda x, i=i: x[i], got)
         assert_packed(one, np.asarray(kv[i]), np.asarray(accepted[i]))
@@ -97,9 +100,15 @@ def test_pack_inside_shard_map(backend):
     sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
     packed, offsets, totals = jax.jit(sharded)(kv, accepted)
     each = 24 // devices
+    kv, accepted = np.asarray(kv), np.asarray(accepted)
+    alone = jax.jit(functools.partial(pack, implementation="xla"))
+        np.asarray(kv),
+        np.asarray(accepted),
+        jax.jit(functools.partial(pack, implementation="xla")),
+    )
     for i in range(devices):
         part = slice(each * i, each * (i + 1))
-        expected = pack(kv[part], accepted[part], implementation="xla")
+        expected = alone(kv[part], accepted[part])
         total = int(totals[i])
         assert total == expected.total
         np.testing.assert_array_equal(offsets[part], expected.offsets)

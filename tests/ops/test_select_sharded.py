@@ -1,5 +1,7 @@
 """Selection over rows that devices share, against `select` of the whole rows by a sort."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,14 +58,13 @@ def sharded(layout: StripedLayout, k: int, **settings):
 )
 def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead):
     layout, rows = StripedLayout(96, RANKS, 4), int(np.prod(lead))
-    scores = jnp.asarray(rows_of_scores(rows, 96, dtype, kinds)).reshape(*lead, 96)
-    counts, lengths = (jnp.asarray(ragged(rows, limit)).reshape(lead) for limit in (k, 96))
-    lengths = lengths.at[0].set(96)
+    scores = rows_of_scores(rows, 96, dtype, kinds).reshape(*lead, 96)
+    counts, lengths = (np.array(ragged(rows, limit)).reshape(lead) for limit in (k, 96))
+    lengths[0] = 96
     settings = {"sinks": sinks, "recent": recent}
     highest = {"highest": kinds} if dtype == "int32" and kinds else {}
-    right = select(
-        *(scores, k), counts=counts, lengths=lengths, **settings, **highest, implementation="xla"
-    )
+    whole = functools.partial(select, k=k, **settings, **highest, implementation="xla")
+    right = jax.jit(whole)(scores, counts=counts, lengths=lengths)
     result = np.asarray(sharded(layout, k, **settings, **highest)(scores, counts, lengths))
     for rank, slots in enumerate(result):
         assert ((slots < 0) | (slots // 4 % RANKS == rank)).all()

@@ -91,15 +91,14 @@ def test_select_under_vmap_and_with_shared_counts(backend):
     scores = rows_of_scores(6, 50, "float32", 3).reshape(2, 3, 50)
     counts = np.array([4, 9], np.int32)
     static = {"k": 9, "sinks": 1, "recent": 1, "highest": None}
-    arguments = tuple(map(jnp.asarray, (scores, counts, counts * 5)))
-    run(backend, (arguments[0][:, 0], *arguments[1:]), **static)  # skips where it refuses
+    arguments = jax.device_put((scores, counts, counts * 5))
+    run(backend, (scores[:, 0], counts, counts * 5), **static)  # skips where it refuses
     function = functools.partial(select, k=9, sinks=1, recent=1, implementation=backend)
     per_head = [np.repeat(x[:, None], 3, axis=1) for x in (counts, counts * 5)]
     expected = by_sorting(scores, *per_head, **static)
-    got = function(arguments[0], counts=arguments[1], lengths=arguments[2])
-    np.testing.assert_array_equal(got, expected)
-    got = jax.vmap(lambda s, c, n: function(s, counts=c, lengths=n))(*arguments)
-    np.testing.assert_array_equal(got, expected)
+    of_rows = lambda s, c, n: function(s, counts=c, lengths=n)  # noqa: E731
+    for got in jax.jit(lambda *x: (of_rows(*x), jax.vmap(of_rows)(*x)))(*arguments):
+        np.testing.assert_array_equal(got, expected)
 
 
 @every_backend(SELECT)

@@ -275,7 +275,7 @@ def test_causal_is_attention_of_a_sequence_over_itself():
     k, v = (rng.standard_normal((2, 6, 2, 8)).astype(np.float32) for _ in range(2))
     positions = np.tile(np.arange(6, dtype=np.int32), (2, 1))
     expected, _ = brute_force(Inputs(q, k, v, positions, None))
-    np.testing.assert_allclose(causal(*map(jnp.asarray, (q, k, v))), expected, atol=EXACT)
+    np.testing.assert_allclose(jax.jit(causal)(q, k, v), expected, atol=EXACT)
 
 
 @pytest.mark.parametrize(
