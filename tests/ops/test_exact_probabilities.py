@@ -172,15 +172,19 @@ def test_the_law_filters_by_definition(params):
         np.testing.assert_allclose(shares, expected, rtol=2e-6, atol=2**-30)
 
 
+@jax.jit
+def _probabilities(logits, of_rows):
+    law = distribution(logits, of_rows, vocabulary=Vocabulary(2500), filtered=True)
+    return law.probabilities()
+
+
 def test_acceptance_uses_the_law_of_the_draws():
     """Probabilities that acceptance compares, against the law of the draws."""
     logits = corners(2500)
     for params in SETTINGS:
         of_rows = settings_of(sampling_of([params] * len(logits)))
-        got = _distribution(
-            jnp.asarray(logits)[:, None], of_rows, vocabulary=Vocabulary(2500), filtered=True
-        )
-        p = np.asarray(got.probabilities()).reshape(len(logits), -1)[:, :2500] / ONE
+        got = _probabilities(logits[:, None], of_rows)
+        p = np.asarray(got).reshape(len(logits), -1)[:, :2500] / ONE
         np.testing.assert_allclose(p, token_probabilities(logits, params), rtol=2**-28, atol=2**-50)
 
 

@@ -85,15 +85,20 @@ def test_device_rows_come_before_prefetched_rows_and_those_before_the_column(bac
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
     there = [
-        ((jnp.asarray(times * rows_by_hand(column, slots_of)),), jnp.asarray(slots_of))
+        jax.device_put(((times * rows_by_hand(column, slots_of),), slots_of))
         for times, slots_of in ((3, device_rows), (2, prefetched))
     ]
-    (got,) = fetch_rows(
-        *arguments,
-        device_rows=DeviceRows(*there[0]),
-        prefetched=PrefetchedRows(*there[1], backend),
-        implementation=backend,
-    )
+
+    @jax.jit
+    def fetch(arguments, device_rows, prefetched):
+        return fetch_rows(
+            *arguments,
+            device_rows=DeviceRows(*device_rows),
+            prefetched=PrefetchedRows(*prefetched, backend),
+            implementation=backend,
+        )
+
+    (got,) = fetch(arguments, *there)
     times = np.array([[3, 3, 2, 1, 3], [3, 3, 2, 1, 0]])
     np.testing.assert_array_equal(got, times.T[None, :, :, None] * rows_by_hand(column, slots))
 
@@ -107,9 +112,9 @@ def test_what_was_fetched_ahead_is_not_fetched_again(backend):
     arguments = put("host", [column]), jnp.asarray(slots)
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
-    rows = jnp.asarray(-1 - rows_by_hand(column, early))
-    prefetched = PrefetchedRows((rows,), jnp.asarray(early), backend)
-    (got,) = fetch_rows(*arguments, prefetched=prefetched)
+    rows = jax.device_put(-1 - rows_by_hand(column, early))
+    prefetched = PrefetchedRows((rows,), jax.device_put(early), backend)
+    (got,) = jax.jit(lambda *x: fetch_rows(*x, prefetched=prefetched))(*arguments)
     there = (slots[..., None] == early[:, :, None]).any(-1) & (slots >= 0)
     expected = rows_by_hand(column, slots)
     expected = np.where(np.swapaxes(there, 1, 2)[..., None], -1 - expected, expected)
@@ -129,7 +134,8 @@ def test_rows_on_their_way_arrive(backend, memory):
         prefetched, same = jax.jit(fetch)(*arguments)
         assert prefetched.backend == backend
         np.testing.assert_array_equal(same, through)
-        got = fetch_rows(*arguments[:2], device_rows=device_rows, prefetched=prefetched)
+        read = functools.partial(fetch_rows, device_rows=device_rows, prefetched=prefetched)
+        got = jax.jit(read)(*arguments[:2])
         for have, column in zip(got, columns, strict=True):
             np.testing.assert_array_equal(have, rows_by_hand(column, slots))
 
@@ -150,7 +156,8 @@ def test_what_is_near_is_not_fetched_ahead(backend):
     if reason := FETCH_AHEAD.backend(backend).supports(*arguments, device_rows.slots):
         pytest.skip(f"{backend}: {reason}")
     prefetched, _ = jax.jit(functools.partial(fetch, implementation=backend))(*arguments)
-    fetched = fetch_rows(*arguments[:2], device_rows=device_rows, prefetched=prefetched)
+    read = functools.partial(fetch_rows, device_rows=device_rows, prefetched=prefetched)
+    fetched = jax.jit(read)(*arguments[:2])
     is_near = (slots[..., None] == early[:, :, None]).any(axis=-1) & (slots >= 0)
     assert is_near.any()
     for have, got, column in zip(prefetched.rows, fetched, columns, strict=True):

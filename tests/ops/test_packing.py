@@ -102,10 +102,6 @@ def test_pack_inside_shard_map(backend):
     each = 24 // devices
     kv, accepted = np.asarray(kv), np.asarray(accepted)
     alone = jax.jit(functools.partial(pack, implementation="xla"))
-        np.asarray(kv),
-        np.asarray(accepted),
-        jax.jit(functools.partial(pack, implementation="xla")),
-    )
     for i in range(devices):
         part = slice(each * i, each * (i + 1))
         expected = alone(kv[part], accepted[part])
