@@ -30,10 +30,10 @@ EVERY = [
 def mixture(shared_size: int | None, favoured: int | None) -> MixtureOfExperts:
     """24 experts of 24 channels; with ``favoured``, every token takes that one and its like."""
     settings = Experts(24, 3, 24, shared_size, score="sigmoid", corrected=True, normalized=True)
-    made = MixtureOfExperts(WIDTH, settings, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    made = jax.jit(lambda: MixtureOfExperts(WIDTH, settings, dtype=jnp.float32, rngs=nnx.Rngs(0)))()
     near = np.arange(24) - (0 if favoured is None else favoured)
     correction = 0 * near if favoured is None else np.where((near >= 0) & (near < 3), 9.0, 0.0)
-    made.router.correction = nnx.Param(jnp.asarray(correction, jnp.float32))
+    made.router.correction = nnx.Param(jax.device_put(correction.astype(np.float32)))
     return made
 
 
@@ -58,8 +58,8 @@ def on_mesh(made: MixtureOfExperts, helix: HelixConfig, x):
 def check(kvp: int, tpa: int, ep: int, shared_size: int | None, favoured: int | None) -> None:
     helix = HelixConfig(kvp=kvp, tpa=tpa, ep=ep)
     assert helix.mesh.size == kvp * tpa
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 9, WIDTH)), jnp.float32)
-    right = mixture(shared_size, favoured)(x, NORM)
+    x = jax.device_put(np.random.default_rng(0).standard_normal((2, 9, WIDTH), np.float32))
+    right = jax.jit(lambda mixture, x: mixture(x, NORM))(mixture(shared_size, favoured), x)
     program, state = on_mesh(mixture(shared_size, favoured), helix, x)
     np.testing.assert_allclose(program(state, x), right, atol=1e-5)
     if kvp * tpa > 1:

@@ -144,15 +144,15 @@ def test_of_a_prediction_the_share_with_the_highest_scores_is_fetched_ahead(monk
     policy_params = arrays_of(policy, (SPEC, SPEC))
     cache = with_room_for_device_rows(cache_of(policy), policy, policy_params)
     q, k, v = query(seed=20)
-    attend = SelectedAttend(
-        *(jnp.asarray(LENGTHS)[:, None], cache.lengths, 2),
-        policy=policy,
-        policy_params=policy_params,
-    )
-    attend(0, q, k, v, PassState(cache), next_queries=lambda: q)
-    scores = np.asarray(policy.score(policy_params, 1, cache, q))
-    ((slots, device_rows),) = fetched
-    slots = np.asarray(slots)
+
+    @jax.jit
+    def run(cache, q):
+        settings = {"policy": policy, "policy_params": policy_params}
+        attend = SelectedAttend(LENGTHS[:, None], cache.lengths, 2, **settings)
+        attend(0, q, k, v, PassState(cache), next_queries=lambda: q)
+        return fetched, policy.score(policy_params, 1, cache, q)
+
+    ((slots, device_rows),), scores = jax.device_get(run(cache, q))
     assert slots.shape[-1] == 5
     assert device_rows.slots.shape[-1] == 8, "rows on the device are not fetched"
     for row, head in np.ndindex(slots.shape[:2]):

@@ -61,12 +61,12 @@ def test_texts_of_other_lengths_share_a_shape():
 
 
 def test_the_loss_is_the_cross_entropy_of_scores_by_bits():
-    views = views_of([sample()], SPEC, np.random.default_rng(1), max_keys=64)
+    views = jax.device_get(views_of([sample()], SPEC, np.random.default_rng(1), max_keys=64))
     text = jax.tree.map(lambda x: x[0], views)
     rng = np.random.default_rng(2)
     w = rng.standard_normal((2, 8, 32), np.float32)
     scale = np.float32([-1.5, -2.0])
-    losses_of = attention_loss(jnp.asarray(w), jnp.asarray(scale), text)
+    losses_of = jax.jit(attention_loss)(w, scale, text)
     for head in range(2):
         bits = np.where(np.asarray(text.keys[head]) @ w[head] > 0, 1.0, -1.0)
         losses = [0.0]  # of the query without keys

@@ -15,10 +15,10 @@ from tests.conftest import TINY, make_decoder
 def recorded(model, tokens):
     """Queries ``[T, N, H]`` and keys ``[T, K, H]`` of each layer, from one pass without a cache."""
     results = []
-    positions = jnp.arange(len(tokens))[None]
+    positions = np.arange(len(tokens), dtype=np.int32)[None]
 
     def attend(layer, q, k, v, cache, *, sinks=None, up=None):
-        results.append((np.asarray(q[0]), np.asarray(k[0])))
+        results.append((q[0], k[0]))
         spec = model.config.layers[layer]
         group = q.shape[2] // k.shape[2]
         repeated_k, repeated_v = (jnp.repeat(x, group, axis=2) for x in (k, v))
@@ -30,8 +30,12 @@ def recorded(model, tokens):
         weights = jax.nn.softmax(jnp.where(observed[None, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", weights, repeated_v), cache
 
-    model(jnp.asarray(tokens)[None], positions, attend, None)
-    return results
+    @jax.jit
+    def run(model, tokens):
+        model(tokens, positions, attend, None)
+        return results
+
+    return jax.device_get(run(model, np.array([tokens], np.int32)))
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -88,7 +92,7 @@ def test_blocks_hold_every_pair_once():
         (rng.standard_normal((6, 4), np.float32), rng.standard_normal((count, 2, 4), np.float32))
         for count in (7, 8, 21)
     ]
-    pairs = pairs_of(samples, spec, np.random.default_rng(1), block=8)
+    pairs = jax.device_get(pairs_of(samples, spec, np.random.default_rng(1), block=8))
     assert pairs.counts.tolist() == [7, 8, 8, 8, 5]
     owner = [0, 1, 2, 2, 2]
     for text, (query, keys) in enumerate(samples):
