@@ -24,7 +24,15 @@ from jspec.decode.checks import (
     strongest,
 )
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
-from jspec.decode.rows import insert_row, padded, power_of_two, room_of, state_of
+from jspec.decode.rows import (
+    insert_row,
+    packed_rows,
+    padded,
+    power_of_two,
+    room_of,
+    state_of,
+    stops_of,
+)
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.policies.dense import DenseAttend
@@ -222,16 +230,15 @@ def fill_slot(
             "arrays than those of this batch; fill the slot with the draft and gamma that the "
             "batch was started with"
         )
-    missing = state.stop_tokens.shape[1] - one.stop_tokens.shape[1]
-    if missing < 0:
+    ends, room = checked.target.config.stop_tokens, state.stop_tokens.shape[1]
+    if (count := len(stops_of(rows[0], ends))) > room:
         raise ValueError(
-            f"the request has {one.stop_tokens.shape[1]} stop tokens, the batch has room for "
-            f"{state.stop_tokens.shape[1]}; start it with a request of as many"
+            f"the request has {count} stop tokens, the batch has room for {room}; start it with a "
+            "request of as many"
         )
-    stops = jnp.pad(one.stop_tokens, ((0, 0), (0, missing)), constant_values=-1)
-    mode = strongest([state.mode, one.mode])
-    one = dataclasses.replace(one, stop_tokens=stops, mode=mode)
-    return insert_row(dataclasses.replace(state, mode=mode), one, index)
+    state = dataclasses.replace(state, mode=strongest([state.mode, one.mode]))
+    packed = packed_rows(state, [index], ids, rows, ends, one.cache, one.draft)
+    return insert_row(state, packed, index)
 
 
 @jax.jit(static_argnames=("config", "size"), donate_argnames=("cache", "drafter_state"))

@@ -120,45 +120,40 @@ class PackedRows:
 
 
 def insert_row(
-    state: DecodeState,
-    one: DecodeState | PackedRows,
-    slot: int,
-    run: Callable[..., Any] | None = None,
+    state: DecodeState, row: PackedRows, slot: int, run: Callable[..., Any] | None = None
 ) -> DecodeState:
-    """``state`` with the row of ``one``, of the same shapes and mode, in ``slot``.
+    """``state``, which is donated, with ``row``, which was packed for ``slot``.
 
-    ``state`` is donated; ``run`` as in `jspec.start_decoding`.
+    ``run`` as in `jspec.start_decoding`.
     """
     call = (lambda function, *args: function(*args)) if run is None else run
-    index = np.int32(slot)
-    after = call(_insert, _without_host(state), _without_host(one), index)
+    after = call(_insert, _without_host(state), _without_host(row))
     # One at a time: no more than one of them is on the device.
     columns = tuple(
         columns_after
         | {
-            name: call(_insert_in_host, x, row[name], index)
+            name: call(_insert_in_host, x, row_columns[name], np.int32(slot))
             for name, x in old_columns.items()
             if in_host(x)
         }
-        for columns_after, old_columns, row in zip(
-            after.cache.columns, state.cache.columns, one.cache.columns, strict=True
+        for columns_after, old_columns, row_columns in zip(
+            after.cache.columns, state.cache.columns, row.cache.columns, strict=True
         )
     )
     return dataclasses.replace(after, cache=dataclasses.replace(after.cache, columns=columns))
 
 
 @jax.jit(donate_argnames="state")
-def _insert(state: DecodeState, one: DecodeState | PackedRows, slot: Array) -> DecodeState:
-    def insert(state: DecodeState, one: DecodeState | PackedRows, slots: Array) -> DecodeState:
-        if isinstance(one, PackedRows):
-            one, slots = one.unpacked(state)
+def _insert(state: DecodeState, row: PackedRows) -> DecodeState:
+    def insert(state: DecodeState, row: PackedRows) -> DecodeState:
+        rows, slots = row.unpacked(state)
 
         def write(x: Array, row: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(x, row, slots[0], axis=0)
 
-        return insert_rows(state, one, slots, write)
+        return insert_rows(state, rows, slots, write)
 
-    return with_auto_axes(insert, state, one, slot[None], like=state)
+    return with_auto_axes(insert, state, row, like=state)
 
 
 def _without_host(state: Any) -> Any:
