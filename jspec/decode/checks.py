@@ -24,6 +24,7 @@ from jspec.decode.on_mesh import is_shared, mesh_model
 from jspec.decode.state import Models
 from jspec.dispatch import BackendError
 from jspec.models.decoder import Decoder
+from jspec.models.traced_check import check_traced
 from jspec.ops.sample import Sampling
 from jspec.policies import Policy
 from jspec.processes import check_same, digest, from_first, versions
@@ -175,6 +176,7 @@ def _check_model(name: str, model: Any) -> None:
             f"{name}.config: layers={shown(layers)} must be a LayerSpec for each layer"
         )
     token_ids(f"{name}.config: stop_tokens", config.stop_tokens)
+    check_traced(name, model)
 
 
 def check_request(models: Models, prompt: Prompt, params: SamplingParams) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
-from jspec.decode.checks import agreed_params, as_ids, check_exact, check_requests
+from jspec.decode.checks import agreed_params, as_ids, check_exact, check_models, check_requests
 from jspec.decode.draft import NoDraft
 from jspec.decode.on_mesh import jit_steps, layouts_for, mesh_model, on_mesh_of
 from jspec.decode.prefill import rounded_capacity
@@ -52,6 +52,7 @@ def score_tokens(
     models, ids = Models(model), as_ids(texts)
     if not ids:
         return []
+    check_models(models)
     one = agreed_params(models, ids, SamplingParams(max_new_tokens=1), Backends(backends))
     check_requests(models, [text[-1:] for text in ids], one)
     # A text of n tokens needs the context of a prompt of n - 1 and one new token.

@@ -213,9 +213,15 @@ def shard(model: Decoder, helix: HelixConfig) -> Sharded:
         The sharded model.
 
     Raises:
+        TypeError: ``model`` is no `Decoder`.
         ValueError: there are too few devices, a size does not divide, weights are quantised, or
             processes differ in weights or mesh (raised on all of them).
     """
+    if not isinstance(model, Decoder):
+        raise TypeError(
+            f"{type(model).__name__} is no jspec.Decoder; put a model of your own on a mesh by "
+            "helix.Sharded (docs/helix.md)"
+        )
     if is_quantized(model):
         raise ValueError(
             "weights in MXFP4, int8 or fp8 have no shares on a mesh; load the model with "
