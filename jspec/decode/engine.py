@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, agreed_params, as_ids, check_request
@@ -28,6 +29,7 @@ from jspec.typing import Array, Model
 # Bytes of weights up to which a pass of 2048 tokens takes a GPU about as long as its host needs to
 # launch one.
 LIGHT = 2**28
+MAX_SLOTS = 2**16  # of an engine; the host handles the slots of a chunk one by one
 
 
 class Engine:
@@ -76,7 +78,7 @@ class Engine:
         on_compile: OnCompile | None = None,
         **options: Unpack[DecodeOptions],
     ) -> None:
-        slots, capacity = _size("slots", slots), _size("capacity", capacity)
+        slots, capacity = _size("slots", slots, MAX_SLOTS), _size("capacity", capacity)
         stop_tokens = _size("stop_tokens", stop_tokens)
         resolved = ResolvedOptions.of(model, options)
         usual = usual_chunk(resolved.models)
@@ -89,6 +91,8 @@ class Engine:
                 "model's own"
             )
         self._max_stop_tokens = stop_tokens
+        models = model, options.get("draft_model")
+        self._weights = [(x, x.get_raw_value()) for x in variables_of(models)]
         self._options = resolved
         self._runner = Runner(resolved, slots, on_compile)
         self._prefix_tokens = 0
@@ -124,8 +128,14 @@ class Engine:
 
         Raises:
             ValueError: For a request that can never fit.
+            RuntimeError: The engine has ended, or the weights of its model were replaced.
         """
         self._check_open()
+        if any(variable.get_raw_value() is not value for variable, value in self._weights):
+            raise RuntimeError(
+                "the weights of the model were replaced after the engine was made, which decodes "
+                "with those from before; make a new Engine"
+            )
         (ids,) = as_ids([prompt])
         (params,) = agreed_params(self._options.models, [ids], params, self.capacity)
         check_request(self._options.models, ids, params)
@@ -272,6 +282,11 @@ class Engine:
         return memory_errors(size, "lower slots or capacity")
 
 
+def variables_of(models: Any) -> list[nnx.Variable]:
+    """The variables of Flax modules, whose values a trainer replaces in place."""
+    return [x for _, x in nnx.iter_graph(models) if isinstance(x, nnx.Variable)]
+
+
 def usual_chunk(models: Models) -> int:
     """Prompt tokens of a prefill pass: decoding slots wait for it."""
     if jax.default_backend() == "cpu":
@@ -279,9 +294,10 @@ def usual_chunk(models: Models) -> int:
     return 2048 if bytes_on_device(models) <= LIGHT else 512
 
 
-def _size(name: str, value: Any) -> int:
-    """``value`` as a number of at least 1. Raises `ValueError`, by ``name``, for any other."""
+def _size(name: str, value: Any, limit: int = 2**31 - 1) -> int:
+    """``value`` as a number in 1..limit. Raises `ValueError`, by ``name``, for any other."""
     size = whole_number(value)
-    if size is None or size < 1:
-        raise ValueError(f"{name}={shown(value)} must be at least 1")
+    if size is None or not 1 <= size <= limit:
+        bound = f"at most {limit}" if size is not None and size > limit else "at least 1"
+        raise ValueError(f"{name}={shown(value)} must be {bound}")
     return size

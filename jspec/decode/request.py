@@ -52,6 +52,7 @@ class Request:
         self._prompt: np.ndarray | None = prompt
         self._stops, self._on_tokens = frozenset(stops), on_tokens
         self._tokens: list[int] = []
+        self._offered: tuple[int, ...] = ()  # what the running callback was called with
         self._steps = 0  # verification steps of its tokens
 
     def __repr__(self) -> str:
@@ -90,8 +91,12 @@ class Request:
         return self.tokens
 
     def cancel(self) -> None:
-        """End the request; it keeps the tokens that it has. One that has ended stays as it is."""
+        """End the request; it keeps the tokens that it has, and those of the running callback.
+
+        One that has ended stays as it is.
+        """
         if self._engine is not None:
+            self._tokens.extend(self._offered)
             self._engine._remove(self)
             self._end("cancelled")
 
@@ -103,7 +108,11 @@ class Request:
         """How many of ``new`` tokens are its last ones, by its callback; None where it goes on."""
         if self._on_tokens is None:
             return None
-        return tokens_to_keep(self._on_tokens(new), len(new))
+        self._offered = new
+        try:
+            return tokens_to_keep(self._on_tokens(new), len(new))
+        finally:
+            self._offered = ()
 
     def _take(self, new: tuple[int, ...], keep_count: int | None, *, is_last: bool) -> None:
         """Append the first ``keep_count`` of ``new`` tokens, None for all, and end where they say.

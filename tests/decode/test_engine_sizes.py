@@ -23,6 +23,11 @@ def test_sizes_are_checked(tiny, name, value):
         Engine(tiny, **{"slots": 1, "capacity": 8} | {name: value})
 
 
+def test_more_slots_than_an_engine_can_have_are_refused_at_once(tiny):
+    with pytest.raises(ValueError, match="slots=1000000000 must be at most 65536"):
+        Engine(tiny, slots=10**9, capacity=8)
+
+
 @pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ON_A_MESH])
 def test_what_does_not_run_on_a_mesh_is_refused(name, sharp, other):

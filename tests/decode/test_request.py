@@ -4,6 +4,7 @@ import math
 
 import jax
 import pytest
+from flax import nnx
 
 from jspec.config import SamplingParams
 from jspec.decode import chunks
@@ -164,6 +165,17 @@ def test_what_a_callback_raises_ends_that_request_alone(engine, submit, alone):
     assert (other.tokens, late.tokens) == (alone[1], alone[4])
 
 
+def test_weights_that_were_replaced_are_noticed(sharp):
+    model = nnx.clone(sharp)
+    state = nnx.state(model)
+    engine = make(model)
+    nnx.update(model, jax.tree.map(lambda x: x, state))  # the same arrays
+    engine.submit(TEXTS[0], NEW)
+    nnx.update(model, jax.tree.map(lambda x: x + 0, state))
+    with pytest.raises(RuntimeError, match=r"weights of the model were replaced.*a new Engine"):
+        engine.submit(TEXTS[0], NEW)
+
+
 def test_a_callback_may_submit_and_cancel(engine, submit, alone):
     more = []
 
@@ -172,12 +184,15 @@ def test_a_callback_may_submit_and_cancel(engine, submit, alone):
             more.extend(submit(2))
             other.cancel()
 
+    before = engine.stats.committed
     (asks,) = submit(0, on_tokens=on_tokens)
     (other,) = submit(1)
     (itself,) = submit(3, on_tokens=lambda tokens: itself.cancel())
     engine.run()
     assert other.finished == itself.finished == "cancelled"
-    assert itself.tokens == ()
+    # It keeps what its callback saw, and statistics count it.
+    assert itself.tokens == alone[3][:4]
+    assert engine.stats.committed - before == sum(len(x.tokens) for x in (asks, *more, itself))
     assert asks.tokens == alone[0]
     assert more[0].tokens == alone[2]
 
