@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import errno
 import faulthandler
 import itertools
@@ -105,7 +104,6 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     cases = tuple(asked.case)
     resume = asked.json if asked.resume else None
     settings = Settings(asked.quick, asked.check, only, cases, model, resume)
-    earlier = {name: _earlier(parser, name, asked) for name in names if asked.compare}
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
     good = True
@@ -114,7 +112,10 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
             result = _run(name, settings, _file(asked.json, name, asked) if asked.json else None)
         except real.Refused as error:
             parser.error(str(error))
-        _output(result, earlier.get(name), asked)
+        SUITES[name].show(result)
+        if asked.json:
+            rows = [json.dumps(row) for row in result["rows"]]
+            _save(_file(asked.json, name, asked), result, rows)
         if result.get("interrupted"):
             console().print(f"interrupted: {name} has only what was measured until then")
             return 130
@@ -143,29 +144,6 @@ def _file(path: Path, suite: str, asked: argparse.Namespace) -> Path:
     return path / f"{suite}.json" if asked.suite == "all" else path
 
 
-def _earlier(
-    parser: argparse.ArgumentParser, suite: str, asked: argparse.Namespace
-) -> dict[str, Any]:
-    """Read the result of --compare; exits with an error if it is not one of ``suite``."""
-    path = _file(asked.compare, suite, asked)
-    try:
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        parser.error(f"--compare cannot read {path}: {error}")
-    try:
-        if earlier["suite"] != suite:
-            parser.error(f"--compare {path} is a result of {earlier['suite']!r}, not of {suite!r}")
-        str.strip(earlier["machine"]["date"])
-        # A result that can be compared with itself is valid.
-        SUITES[suite].compare(copy.deepcopy(earlier), earlier)
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        parser.error(
-            f"--compare {path} is no result of {suite}: {type(error).__name__}: {error}; write "
-            f"one with --json"
-        )
-    return earlier
-
-
 def _check_writable(parser: argparse.ArgumentParser, option: str, paths: Sequence[Path]) -> None:
     """Exit with an error if one of these files is not writable or is a folder."""
     for path in paths:
@@ -176,19 +154,6 @@ def _check_writable(parser: argparse.ArgumentParser, option: str, paths: Sequenc
             tempfile.TemporaryFile(dir=path.parent).close()
         except OSError as error:
             parser.error(f"{option} cannot write {path}: {error}")
-
-
-def _output(
-    result: dict[str, Any], earlier: dict[str, Any] | None, asked: argparse.Namespace
-) -> None:
-    """Compare, show and save a result, as requested."""
-    name = result["suite"]
-    if earlier is not None:
-        count = SUITES[name].compare(result, earlier)
-        console().print(f"{count} rows compared with that of {earlier['machine']['date']}")
-    SUITES[name].show(result)
-    if asked.json:
-        _save(_file(asked.json, name, asked), result, [json.dumps(row) for row in result["rows"]])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -226,9 +191,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", metavar="F", type=Path, help="write the result; `all`: a folder")
     parser.add_argument("--resume", action="store_true", help="real: continue the result of --json")
-    parser.add_argument(
-        "--compare", metavar="F", type=Path, help="an earlier --json; `all`: its folder"
-    )
     parser.add_argument(
         "--model", metavar="FILE", type=Path, help="real: a GGUF file or a model directory"
     )

@@ -11,13 +11,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bench import workload
 from bench.caches import TOLERANCE, Check, bytes_of, dense, random_cache
 from bench.cases import Case, heads, product
+from bench.program import reference
 from bench.rivals import attention as rivals
 from bench.suite import OperationBenchmark, Setup, suite_of
 from jspec.ops.attention.dense import ATTENTION
@@ -28,15 +28,15 @@ from jspec.typing import Array
 
 DEFAULT: Case = {"B": 8, "S": 32768, "heads": "32/8", "H": 128, "T": 1, "lengths": "full"}
 CHOICES = {"lengths": ("full", "ragged"), "indices": ("shared", "per-head")}
-CHECKED_SLOTS = 512  # slots of each row whose scores are checked
 
 
 def attention_setup(case: Case) -> Setup:
     """Attention of the T newest tokens over a cache of S slots."""
     inputs = dense(case)
-    check = Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1)
+    arguments = inputs.q, inputs.k, inputs.v, inputs.positions
+    check = Check(*reference(ATTENTION, arguments, **static(case)))
     return Setup(
-        (inputs.q, inputs.k, inputs.v, inputs.positions),
+        arguments,
         check.both,
         bytes_of(int(inputs.lengths.sum()), case),
         static(case),
@@ -87,71 +87,49 @@ def selected_inputs(case: Mapping[str, Any]) -> Selected:
     return Selected(q, k, v, *map(jnp.asarray, (newest, selected, newest, context_len)))
 
 
-def selected_check(data: Selected) -> Check:
-    """The check of attention over a selection and the newest tokens up to a query's own."""
-    tail = data.tail
-    if data.selected.ndim == 3:
-        tail = jnp.broadcast_to(tail[:, None], (*data.selected.shape[:2], tail.shape[1]))
-    slots = jnp.concatenate([data.selected, tail], axis=-1)
-    counts = data.selected.shape[-1] + 1 + jnp.arange(data.q.shape[1], dtype=jnp.int32)
-    k, v = take_slots(data.k, slots), take_slots(data.v, slots)
-    return Check.of(data.q, k, v, jnp.broadcast_to(counts, data.positions.shape))
-
-
-@jax.jit
-def take_slots(x: Array, slots: Array) -> Array:
-    """``x [B, S, K, H]`` at ``slots``, int32 ``[B, n]`` or ``[B, K, n]``, by plain indexing."""
-
-    def at(x: Array, slots: Array) -> Array:
-        return x[slots]
-
-    return jax.vmap(at if slots.ndim == 2 else jax.vmap(at, (1, 0), 1))(x, slots)
-
-
 def gathered_setup(case: Case) -> Setup:
     """Attention over n selected slots and the T newest ones."""
     data = selected_inputs(case)
-    check = selected_check(data)
     options = ("counts", "log_weights", "softcap", "value_size")
+    static = {**dict.fromkeys(options), "scale": case["H"] ** -0.5}
+    check = Check(*reference(GATHERED, data.arguments, **static))
     return Setup(
         data.arguments,
         check.both,
         bytes_of(case["B"] * (case["n"] + case["T"]), case) + data.selected.nbytes,
-        {**dict.fromkeys(options), "scale": case["H"] ** -0.5},
+        static,
         rivals.gathered_attention(data, check.output),
     )
 
 
 def scored_setup(case: Case) -> Setup:
     """Attention that also scores every key by the mean query of its KV head (Vegas)."""
-    base = attention_setup(case)
-    q, k = base.arguments[:2]
+    inputs = dense(case)
+    q, k = inputs.q, inputs.k
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     probe = grouped.astype(jnp.float32).mean(axis=(1, 3)).astype(q.dtype)
-    scores = jnp.einsum(
-        *("bkh,bskh->bks", *(x.astype(jnp.float32) for x in (probe, k[:, :CHECKED_SLOTS]))),
-        precision="highest",
-    )
-    check = near(scores * case["H"] ** -0.5)
-    return dataclasses.replace(
-        base,
-        arguments=(*base.arguments, probe),
-        check=lambda outputs: base.check(outputs) and check(outputs[2]),
-        bytes=base.bytes + _score_bytes(case),
-        rivals={},
+    arguments = q, k, inputs.v, inputs.positions, probe
+    *expected, scores = reference(SCORED, arguments, **static(case))
+    check, scores_check = Check(*expected), near(scores)
+    return Setup(
+        arguments,
+        lambda outputs: check.both(outputs) and scores_check(outputs[2]),
+        bytes_of(int(inputs.lengths.sum()), case) + _score_bytes(case),
+        static(case),
     )
 
 
 def weights_setup(case: Case) -> Setup:
     """The softmax weight of every key in the mean over queries (SpecExtend)."""
-    inputs = dense(case)
-    q, k = inputs.q, inputs.k[:, :CHECKED_SLOTS]
-    lse = jnp.asarray(Check.of(inputs.q, inputs.k, inputs.v, inputs.positions + 1).lse)
+    inputs, options = dense(case), {"scale": case["H"] ** -0.5, "softcap": None}
+    attended = inputs.q, inputs.k, inputs.v, inputs.positions
+    _, lse = reference(ATTENTION, attended, **static(case))
+    arguments = inputs.q, inputs.k, jnp.asarray(lse)
     return Setup(
-        (inputs.q, inputs.k, lse),
-        near(mean_weights(q, k, lse)),
+        arguments,
+        near(reference(WEIGHTS, arguments, **options)),
         bytes_of(case["B"] * case["S"], case) // 2 + _score_bytes(case),
-        {"scale": case["H"] ** -0.5, "softcap": None},
+        options,
     )
 
 
@@ -159,24 +137,12 @@ def _score_bytes(case: Case) -> int:
     return 4 * case["B"] * case["S"] * heads(case)[1]
 
 
-@jax.jit
-def mean_weights(q: Array, k: Array, lse: Array) -> Array:
-    """The mean over queries ``[B, T, N, H]`` of a KV head of ``exp(score - lse)``, by slot."""
-    batch, tokens, query_heads, size = q.shape
-    groups = (batch, tokens, k.shape[2], query_heads // k.shape[2])
-    q, k = (x.astype(jnp.float32) for x in (q.reshape(*groups, size), k))
-    scores = jnp.einsum("btkgh,bskh->bktgs", q, k, precision="highest") * size**-0.5
-    return jnp.exp(scores - jnp.swapaxes(lse.reshape(groups), 1, 2)[..., None]).mean(axis=(2, 3))
-
-
-def near(expected: Array) -> Callable[[Any], bool]:
-    """A check that scores ``[B, K, S]`` of the first slots are within `TOLERANCE` of their norm."""
-    expected_scores = np.asarray(expected)
+def near(expected: np.ndarray) -> Callable[[Any], bool]:
+    """A check that scores ``[B, K, S]`` are within `TOLERANCE` of their norm."""
 
     def check(scores: Any) -> bool:
-        actual = np.asarray(scores[..., : expected_scores.shape[-1]], np.float32)
-        error = np.linalg.norm(actual - expected_scores)
-        return bool(error <= TOLERANCE * np.linalg.norm(expected_scores))
+        error = np.linalg.norm(np.asarray(scores, np.float32) - expected)
+        return bool(error <= TOLERANCE * np.linalg.norm(expected))
 
     return check
 

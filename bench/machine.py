@@ -10,10 +10,8 @@ from typing import Any
 from jspec.cli.show import environment
 from jspec.gpu import gpu_in_use
 
-OPTIONAL = (  # kernels' and rivals' packages
-    *("jax-triton", "triton", "torch", "flashinfer-python"),
-    *("fa3-fwd", "flash-attn3-jax", "cuda-cccl"),
-)
+# Packages of kernels and rivals.
+OPTIONAL = ("jax-triton", "triton", "torch", "flashinfer-python", "fa3-fwd", "cuda-cccl")
 
 
 def describe() -> dict[str, Any]:

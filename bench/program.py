@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from bench.settings import Settings, bar
 from jspec.dispatch import BackendError, Operation
@@ -163,3 +164,20 @@ def chosen(operation: Operation, arguments: Sequence[Any], **static: Any) -> str
         return operation.choose(None, *arguments, **static).name
     except BackendError:
         return None
+
+
+# Autotuning the matmuls would take longer than the matmuls themselves.
+AUTOTUNING_OFF = {"xla_gpu_autotune_level": 0}
+
+
+def reference(operation: Operation, arguments: Sequence[Any], **static: Any) -> Any:
+    """The outputs of an operation's reference, the backend ``xla``, as NumPy arrays."""
+    run = jax.jit(partial(operation.backend("xla").run, **static), compiler_options=AUTOTUNING_OFF)
+    with jax.default_matmul_precision("highest"):
+        return jax.device_get(run(*arguments))
+
+
+def equals(expected: Any) -> Callable[[Any], bool]:
+    """A check that outputs are these arrays."""
+    leaves = jax.tree.leaves(expected)
+    return lambda out: all(map(np.array_equal, jax.tree.leaves(out), leaves))

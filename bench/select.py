@@ -11,6 +11,7 @@ import numpy as np
 
 from bench import workload
 from bench.cases import Case, heads
+from bench.program import equals, reference
 from bench.rivals import select as rivals
 from bench.suite import OperationBenchmark, Setup, suite_of
 from jspec.ops.hash import BITS, HAMMING_SCORES
@@ -23,22 +24,15 @@ CODES: Case = {"B": 8, "S": 32768, "n": 512, "heads": "32/32", "T": 1, "R": 128}
 
 
 def select_setup(case: Case) -> Setup:
-    """Selection of k of n scores in each of ``rows``; slots must be those of a stable sort."""
-    rows, n, k = case["rows"], case["n"], case["k"]
-    scores = random_scores(case)
-    slots = stable_slots(scores, k)
-    return Setup(
-        (jnp.asarray(scores), *(jnp.full((rows,), x, jnp.int32) for x in (k, n))),
-        lambda out: np.array_equal(out, slots),
-        scores.nbytes + slots.nbytes,
-        {
-            "k": k,
-            "sinks": 0,
-            "recent": 0,
-            "highest": HIGHEST if case["scores"] == "0..128" else None,
-        },
-        rivals.select(scores, slots),
-    )
+    """Selection of k of n scores in each of ``rows``."""
+    rows, scores = case["rows"], random_scores(case)
+    highest = HIGHEST if case["scores"] == "0..128" else None
+    static = {"k": case["k"], "sinks": 0, "recent": 0, "highest": highest}
+    counts = (jnp.full((rows,), case[x], jnp.int32) for x in ("k", "n"))
+    arguments = jnp.asarray(scores), *counts
+    slots = reference(SELECT, arguments, **static)
+    size = scores.nbytes + slots.nbytes
+    return Setup(arguments, equals(slots), size, static, rivals.select(scores, slots))
 
 
 def random_scores(case: Mapping[str, Any]) -> np.ndarray:
@@ -50,53 +44,29 @@ def random_scores(case: Mapping[str, Any]) -> np.ndarray:
     return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case["scores"]))
 
 
-def stable_slots(scores: np.ndarray, k: int) -> np.ndarray:
-    """The slots of the k highest scores by NumPy's stable sort, ascending, int32 ``[rows, k]``."""
-    falling = -scores.astype(np.float32)
-    return np.sort(np.argsort(falling, axis=1, kind="stable")[:, :k], axis=1).astype(np.int32)
-
-
-def codes(case: Case) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Random codes of queries ``[B, T, N, R / 32]`` and keys ``[B, S, K, R / 32]``, uint32, and the
-    bits that keys share with their queries, int32 ``[B, K, S]``."""
+def codes(case: Case) -> tuple[jax.Array, jax.Array]:
+    """Random codes of queries ``[B, T, N, R / 32]`` and keys ``[B, S, K, R / 32]``, uint32."""
     (query_heads, kv_heads), batch = heads(case), case["B"]
     words, keys = case["R"] // 32, jax.random.split(jax.random.key(workload.SEED))
     q = jax.random.bits(keys[0], (batch, case["T"], query_heads, words), jnp.uint32)
-    k = jax.random.bits(keys[1], (batch, case["S"], kv_heads, words), jnp.uint32)
-    return q, k, shared_bits(np.asarray(q), np.asarray(k))
-
-
-def shared_bits(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """The bits that keys share with the queries that read them, int32 ``[B, K, S]``."""
-    batch, slots, kv_heads, words = k.shape
-    q = q.reshape(batch, q.shape[1], kv_heads, -1, words)
-    scores = np.zeros((batch, kv_heads, slots), np.int32)
-    for token, member in np.ndindex(q.shape[1], q.shape[3]):
-        equal = np.bitwise_count(~(k ^ q[:, token, None, :, member]))
-        scores += np.swapaxes(equal.sum(axis=-1, dtype=np.int32), 1, 2)
-    return scores
+    return q, jax.random.bits(keys[1], (batch, case["S"], kv_heads, words), jnp.uint32)
 
 
 def score_setup(case: Case) -> Setup:
     """Hamming scores of every key."""
-    q, k, scores = codes(case)
-    lengths = jnp.full((case["B"],), case["S"], jnp.int32)
-    return Setup(
-        (q, k, lengths, None), lambda out: np.array_equal(out, scores), k.nbytes + scores.nbytes
-    )
+    q, k = codes(case)
+    arguments = q, k, jnp.full((case["B"],), case["S"], jnp.int32), None
+    scores = reference(HAMMING_SCORES, arguments)
+    return Setup(arguments, equals(scores), k.nbytes + scores.nbytes)
 
 
 def hash_select_setup(case: Case) -> Setup:
     """Selection of n of S keys by their codes."""
-    q, k, scores = codes(case)
-    lists = scores.shape[:2]
-    slots = stable_slots(scores.reshape(-1, case["S"]), case["n"]).reshape(*lists, case["n"])
-    return Setup(
-        (q, k, *(jnp.full(lists, x, jnp.int32) for x in (case["n"], case["S"]))),
-        lambda out: np.array_equal(out, slots),
-        k.nbytes + slots.nbytes,
-        {"k": case["n"], "sinks": 0, "recent": 0},
-    )
+    (q, k), lists = codes(case), (case["B"], heads(case)[1])
+    arguments = q, k, *(jnp.full(lists, case[x], jnp.int32) for x in ("n", "S"))
+    static = {"k": case["n"], "sinks": 0, "recent": 0}
+    slots = reference(HASH_SELECT, arguments, **static)
+    return Setup(arguments, equals(slots), k.nbytes + slots.nbytes, static)
 
 
 def check_select(case: Case) -> None:

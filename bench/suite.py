@@ -31,8 +31,6 @@ class Suite:
         show: prints a result.
         operations: whose backends ``--backend`` can name.
         rivals: what else it can name.
-        compare: writes into each row its speedup over an earlier result, and returns how many rows
-            had one.
         custom_clocks: whether rows are timed by other clocks than those of `bench.clocks`.
         case: parses a case of ``--case``, `ValueError` if it is invalid; None: cases are fixed.
         benchmarks: those that it consists of, if any.
@@ -44,7 +42,6 @@ class Suite:
     show: Callable[[Result], None] = table.show
     operations: tuple[Operation, ...] = ()
     rivals: tuple[str, ...] = ()
-    compare: Callable[[Result, Result], int] = table.compare
     custom_clocks: bool = False
     case: Callable[[str], Any] | None = None
     benchmarks: tuple[Benchmark, ...] = ()

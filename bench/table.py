@@ -1,4 +1,4 @@
-"""The tables of a result, which fit the terminal, and the comparison with an earlier one."""
+"""The tables of a result, which fit the terminal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ SLOTS = ("S", "n")  # sizes that tables show in K
 COPYING = ("pack", "verify_and_pack")  # operations whose bytes are compared with the copy ceiling
 # Fields of a row that are no columns of their own.
 KNOWN = ("operation", "case", "name", "checked", "reason", "backend", "chosen", "bytes", "ratio")
-FOOT = (
-    "x: how many times as fast, above 1 for faster; vs best: than the fastest of the case; "
-    "vs before: than in --compare"
-)
+FOOT = "x: how many times as fast, above 1 for faster; vs best: than the fastest of the case"
 
 
 def show(result: dict[str, Any]) -> None:
@@ -58,7 +55,6 @@ def _table(
     clocks = _clocks(rows)
     others = _other_fields(rows)
     has_bytes = any(r.get("bytes") for r in rows)
-    is_compared = any("ratio" in r for r in rows)
     table = Table(padding=(0, 1, 0, 0), box=None)
     for key in options:
         table.add_column(_heading(key), justify="right")
@@ -68,7 +64,7 @@ def _table(
         if percentiles:
             table.add_column("p10-p90", justify="right", style="dim")
     headings = [*others, *(("MB", "GB/s", "of ceiling") if has_bytes else ())]
-    headings += (["vs best"] if clocks else []) + (["vs before"] if is_compared else [])
+    headings += ["vs best"] if clocks else []
     for heading in headings:
         table.add_column(_heading(heading), justify="right")
     fastest, rate = _fastest(rows), _ceiling(result, rows[0])
@@ -90,8 +86,6 @@ def _table(
             cells += _rate(row, rate)
         if clocks:
             cells.append("" if time is None else times(fastest[_where(row)] / time.median))
-        if is_compared:
-            cells.append(times(row["ratio"]) if "ratio" in row else "")
         table.add_row(*cells)
     return table
 
@@ -202,21 +196,3 @@ def _fastest(rows: Sequence[Row]) -> dict[tuple[Any, ...], float]:
             where = _where(row)
             best[where] = min(best.get(where, time.median), time.median)
     return best
-
-
-def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row its speedup over the earlier result; returns how many had one.
-
-    Rows are matched by operation, case and name, and compared on the best clock that both have.
-    """
-    before = {(*_where(r), r["name"]): r for r in earlier["rows"]}
-    count = 0
-    for row in result["rows"]:
-        other = before.get((*_where(row), row["name"]), {})
-        for clock in ("device", "wall", "step"):
-            now, then = spread(row, clock), spread(other, clock)
-            if now and then:
-                row["ratio"] = then.median / now.median
-                count += 1
-                break
-    return count

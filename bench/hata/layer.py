@@ -31,9 +31,8 @@ from jspec.ops.attention.dense import ATTENTION
 from jspec.policies import Policy
 
 SHARE = 64  # one slot in 64 is selected: 1.56 %
-# On a GPU, XLA's attention autotunes for long and never wins; FlashAttention-3 is measured through
-# PyTorch.
-SLOW = ("xla", "xla_blocked", "fa3_jax")
+# On a GPU, XLA's attention autotunes for long and never wins.
+SLOW = ("xla", "xla_blocked")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -239,7 +239,6 @@ SUITE = Suite(
     run,
     tables.show,
     rivals=(*ALL, *rivals.NAMES),
-    compare=tables.compare,
     custom_clocks=True,
     case=case,
 )

@@ -121,19 +121,3 @@ def show(result: dict[str, Any]) -> None:
                 line = f"  {row['name']}: {limits_line(shares)}"
                 screen.print(line, markup=False, style="dim")
     screen.print(FOOT, markup=False)
-
-
-def compare(result: dict[str, Any], earlier: dict[str, Any]) -> int:
-    """Write into each row how many times its steady rate is that of the earlier result."""
-
-    def key(row: Row) -> tuple[Any, ...]:
-        return (*where(row)[:-1], row["name"])
-
-    before = {key(row): steady_rate(row) for row in earlier["rows"] if is_timed(row)}
-    compared = 0
-    for row in filter(is_timed, result["rows"]):
-        then, now = before.get(key(row)), steady_rate(row)
-        if then and now:
-            row["ratio"] = now / then
-            compared += 1
-    return compared

@@ -45,9 +45,7 @@ def attention(inputs: Inputs, check: Check) -> Mapping[str, Maker]:
         "cudnn": lambda name: _cudnn(name, inputs, check),
         "torch": lambda name: _torch(name, inputs, check),
         "fa3": lambda name: flash.fa3(name, arrays, inputs.lengths, check),
-        "fa3_jax": lambda name: flash.fa3_jax(name, arrays, inputs.lengths, check),
         "flashinfer": paged,
-        "flashinfer_fa3": paged,
     }
 
 
@@ -60,8 +58,7 @@ def gathered_attention(data: Selected, check: Check) -> Mapping[str, Maker]:
     def is_right(out: Any) -> bool:
         return check(restore(np.asarray(out, np.float32)))
 
-    makers = {"fa3": flash.fa3, "fa3_jax": flash.fa3_jax}
-    makers |= dict.fromkeys(("flashinfer", "flashinfer_fa3"), flash.flashinfer)
+    makers = {"fa3": flash.fa3, "flashinfer": flash.flashinfer}
     return {
         name: lambda name, make=make: make(name, arrays, lengths, is_right, pages=pages)
         for name, make in makers.items()

@@ -1,13 +1,12 @@
 // CUB's top-k as a handler of XLA's FFI. It is compiled for one case: CUB_SCORES is the type of the
-// scores, CUB_N of which a row has, CUB_K the slots wanted of it, and one of CUB_ROWS, CUB_BATCHED
-// and CUB_STABLE says which call.
+// scores, CUB_N of which a row has, CUB_K the slots to select of it, and CUB_BATCHED or CUB_STABLE
+// says which call.
 
 // CCCL 3.6 has an assertion about GPUs that its calls cannot serve. nvcc 13.0 also evaluates it in a
 // branch that is not taken, so that stable requests do not compile. Such a GPU is refused earlier.
 #define CUB_DISABLE_TOPK_UNSUPPORTED_ARCH_ASSERT
 
 #include <cub/device/device_batched_topk.cuh>
-#include <cub/device/device_topk.cuh>
 #include <cuda/iterator>
 #include <cuda/stream_ref>
 #include <cuda_bf16.h>
@@ -26,24 +25,6 @@ constexpr int k = CUB_K;
 // Where the keys go, which nobody asks for, and where the values come from: a row's slots.
 auto nowhere() { return cuda::make_discard_iterator(); }
 auto counted() { return cuda::make_counting_iterator(int32_t{0}); }
-
-#ifdef CUB_ROWS
-
-// One row after the other. The only order and ties on offer are any.
-cudaError_t select(const Scores* scores, int32_t* slots, int rows, void* workspace, size_t& bytes,
-                   cudaStream_t stream) {
-  const auto asked = execution::require(execution::determinism::not_guaranteed,
-                                        execution::output_ordering::unsorted);
-  const cuda::std::execution::env env{cuda::stream_ref{stream}, asked};
-  for (int64_t row = 0; row < rows; ++row) {
-    const cudaError_t error = cub::DeviceTopK::MaxPairs(
-        workspace, bytes, scores + row * n, nowhere(), counted(), slots + row * k, n, k, env);
-    if (error != cudaSuccess || workspace == nullptr) return error;
-  }
-  return cudaSuccess;
-}
-
-#else
 
 // All rows at once, in any order: of equal scores any, or the first.
 cudaError_t select(const Scores* scores, int32_t* slots, int rows, void* workspace, size_t& bytes,
@@ -67,8 +48,6 @@ cudaError_t select(const Scores* scores, int32_t* slots, int rows, void* workspa
       row(slots, cuda::std::integral_constant<int, k>{}), cuda::args::constant<n>{},
       cuda::args::constant<k>{}, rows, env);
 }
-
-#endif
 
 // Results: slots [rows, k], workspace of as many bytes as `cub_workspace` says.
 ffi::Error call(cudaStream_t stream, ffi::AnyBuffer scores, ffi::ResultBufferR2<ffi::S32> slots,

@@ -1,9 +1,9 @@
 """CUB's top-k, compiled for the case at hand and called by XLA.
 
-`cub::DeviceBatchedTopK` takes all rows in one call, `cub::DeviceTopK` one row. Both return slots in
-any order. `cub` and `cub_rows` may select any of equal scores, which may vary from call to call;
-`cub_stable` selects the first ones. The sizes are compile-time constants, as CUB's documentation
-recommends. The headers are those of the package `cuda-cccl`: nvcc comes with older ones.
+`cub::DeviceBatchedTopK` takes all rows in one call and returns slots in any order. `cub` may select
+any of equal scores, which may vary from call to call; `cub_stable` selects the first ones. The
+sizes are compile-time constants, as CUB's documentation recommends. The headers are those of the
+package `cuda-cccl`: nvcc comes with older ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jspec.cuda_ffi.errors import BuildError
 from jspec.gpu import gpu_in_use, refuses_gpu
 from jspec.typing import Array
 
-CALLS = {"cub": "CUB_BATCHED", "cub_stable": "CUB_STABLE", "cub_rows": "CUB_ROWS"}
+CALLS = {"cub": "CUB_BATCHED", "cub_stable": "CUB_STABLE"}
 NAMES = tuple(CALLS)
 SOURCE = Path(__file__).with_name("cub.cu")
 OLDEST = (3, 6)  # of CCCL: its batched top-k takes rows larger than a block, by clusters

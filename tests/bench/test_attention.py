@@ -12,8 +12,11 @@ from scipy.special import softmax
 from bench import attention, caches, point, table
 from bench.__main__ import SUITES, main
 from bench.clocks import DeviceClock, Times
+from bench.program import reference
 from bench.rivals import attention as rivals
 from bench.rivals import flash
+from jspec.ops.attention.dense import ATTENTION
+from jspec.ops.attention.gathered import GATHERED
 
 DENSE = SUITES["attention"].case("B=3,S=96,heads=4/2,H=16,T=3,lengths=ragged")[1]
 SHARED = SUITES["attention"].case("op=gathered_attention,B=2,S=96,n=20,heads=4/2,H=16,T=3")[1]
@@ -36,40 +39,21 @@ def gathered(case, counts=None, change=lambda slots: slots):
     return data, out
 
 
-def test_the_check_of_a_dense_cache_is_attention_up_to_each_position():
-    data = caches.dense(DENSE)
-    q, k, v = (np.asarray(x, np.float64) for x in (data.q, data.k, data.v))
-    check = caches.Check.of(data.q, data.k, data.v, data.positions + 1)
-    out, lse = np.zeros(q.shape), np.zeros(q.shape[:3])
-    for b, t, n in itertools.product(*map(range, q.shape[:3])):
-        observed = np.asarray(data.positions)[b, t] + 1
-        scores = k[b, :observed, n // 2] @ q[b, t, n] / 4
-        out[b, t, n], lse[b, t, n] = (
-            softmax(scores) @ v[b, :observed, n // 2],
-            np.logaddexp.reduce(scores),
-        )
-    np.testing.assert_allclose(check.out, out, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(check.lse, lse, rtol=1e-5, atol=1e-5)
-    assert data.positions[:, -1].tolist() == (data.lengths - 1).tolist()
-    assert check.both((out, lse))
-    assert not check.both((out, lse + 0.02))
-    assert not check.both((np.where(np.arange(16) == 3, np.nan, out), lse))
-
-
-@pytest.fixture(scope="module")
-def long() -> tuple[caches.Inputs, caches.Check]:
-    """A cache so long that one key is little, and what must be read of it."""
-    data = caches.dense(DENSE | {"B": 2, "S": 16384, "T": 1})
-    assert data.lengths.max() < 16384  # there is a slot after the newest of each
-    return data, caches.Check.of(data.q, data.k, data.v, data.positions + 1)
-
-
 @pytest.mark.parametrize("more", [(-1, 0), (0, 1)], ids=["one-fewer", "one-more"])
-def test_one_key_too_many_or_too_few_in_a_single_row_is_detected(more, long):
-    data, check = long
-    counts = data.positions + 1 + jnp.asarray(more, jnp.int32)[:, None]
-    assert check.output(check.out)
-    assert not check.output(caches.expected(data.q, data.k, data.v, counts)[0])
+def test_one_key_too_many_or_too_few_in_a_single_row_is_detected(more):
+    """In a cache so long that one key is little."""
+    case = DENSE | {"B": 2, "S": 16384, "T": 1}
+    data, static = caches.dense(case), attention.static(case)
+    assert data.lengths.max() < 16384  # there is a slot after the newest of each
+    positions = data.positions, data.positions + jnp.asarray(more, jnp.int32)[:, None]
+    right, wrong = (
+        reference(ATTENTION, (data.q, data.k, data.v, where), **static) for where in positions
+    )
+    check = caches.Check(*right)
+    assert check.both(right)
+    assert not check.output(wrong[0])
+    assert not check.both((right[0], right[1] + 0.02))
+    assert not check.both((np.where(np.arange(16) == 3, np.nan, right[0]), right[1]))
 
 
 @pytest.mark.parametrize("case", [SHARED, PER_HEAD], ids=["shared", "per-head"])
@@ -85,7 +69,8 @@ def test_one_key_too_many_or_too_few_in_a_single_row_is_detected(more, long):
 )
 def test_the_check_of_a_selection_is_attention_over_it(case, change, right):
     data, out = gathered(case, change=change)
-    assert attention.selected_check(data).output(out) == right
+    static = attention.gathered_setup(case).static
+    assert caches.Check(*reference(GATHERED, data.arguments, **static)).output(out) == right
 
 
 @pytest.mark.parametrize("case", [SHARED, PER_HEAD], ids=["shared", "per-head"])
@@ -106,10 +91,13 @@ def test_pages_of_one_token_name_the_selected_slots(case):
         tail = jnp.broadcast_to(tail[:, None], (2, 2, 3))
     slots = jnp.concatenate([data.selected, tail], axis=-1)
     for values, x in zip(result, (data.k, data.v), strict=True):
-        want = attention.take_slots(x, slots)
+        rows, x = np.arange(2), np.asarray(x)
         if case["indices"] == "per-head":  # a row a head
-            want = jnp.swapaxes(want, 1, 2).reshape(values.shape)
-        np.testing.assert_array_equal(values, np.asarray(want))
+            heads = np.arange(2)[None, :, None]
+            want = x[rows[:, None, None], slots, heads].reshape(values.shape)
+        else:
+            want = x[rows[:, None], slots]
+        np.testing.assert_array_equal(values, want)
     assert q.shape[0] == len(pages.table)
     np.testing.assert_array_equal(restore(np.asarray(q)), np.asarray(data.q))
 

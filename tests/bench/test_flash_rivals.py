@@ -3,16 +3,14 @@
 import itertools
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import softmax
 
 from bench import attention as suite
-from bench import caches
 from bench.__main__ import SUITES
-from bench.program import Absent, Program
-from bench.rivals import attention, flash
+from bench.program import Program
+from bench.rivals import flash
 
 
 def case(text):
@@ -45,48 +43,8 @@ def attended(q, k, v, lengths, table, causal):
 
 def rival(name, case):
     """The rival of that name at a case, and whether its output is right there."""
-    if "lengths" in case:
-        data = caches.dense(case)
-        check = caches.Check.of(data.q, data.k, data.v, data.positions + 1)
-        return attention.attention(data, check.output)[name](name)
-    selected = suite.selected_inputs(case)
-    check = suite.selected_check(selected)
-    return attention.gathered_attention(selected, check.output)[name](name)
-
-
-@EVERY_CASE
-def test_flash_attention_through_jax_is_told_what_to_read(case, monkeypatch):
-    splits = []
-
-    def attend(q, k, v, *, cache_seqlens, page_table, is_causal, num_splits):
-        splits.append(num_splits)
-        table = None if page_table is None else np.asarray(page_table)
-        lengths = np.asarray(cache_seqlens)
-        return jnp.asarray(attended(q, k, v, lengths, table, is_causal), q.dtype)
-
-    monkeypatch.setattr(flash, "refuses_gpu", lambda *arguments: None)
-    monkeypatch.setattr(flash, "wall", called_once)
-    # What is not traced can be NumPy: `jit` here only keeps the function.
-    lowered = SimpleNamespace(jit=lambda call: SimpleNamespace(lower=lambda *x: Ready(call)))
-    monkeypatch.setattr(flash, "jax", lowered)
-    module = SimpleNamespace(flash_mha_with_kvcache=attend)
-    monkeypatch.setattr(flash, "module", {"flash_attn3_jax": module}.__getitem__)
-    result = rival("fa3_jax", case)
-    assert result.check(result.wait(result.start()))
-    assert set(splits) == {1, 8, 16, 32}
-
-
-def called_once(program, trials):
-    program.start()
-    return [1]
-
-
-class Ready:
-    def __init__(self, call):
-        self.call = call
-
-    def compile(self):
-        return self.call
+    setup = suite.attention_setup(case) if "lengths" in case else suite.gathered_setup(case)
+    return setup.rivals[name](name)
 
 
 def test_the_fastest_number_of_splits_is_one_that_is_right(monkeypatch):
@@ -100,14 +58,6 @@ def test_the_fastest_number_of_splits_is_one_that_is_right(monkeypatch):
     assert flash.fastest(programs[2:]).name == "wrong"
 
 
-def test_flash_attention_through_jax_has_one_head_size(monkeypatch):
-    monkeypatch.setattr(flash, "refuses_gpu", lambda *arguments: None)
-    module = SimpleNamespace(flash_mha_with_kvcache=None)
-    monkeypatch.setattr(flash, "module", lambda name: module)
-    result = rival("fa3_jax", CASES["one-token"] | {"H": 64})
-    assert result == Absent("fa3_jax", "flash-attn3-jax is built for H=128, not for H=64")
-
-
 @pytest.fixture
 def torch(monkeypatch):
     """PyTorch that says that it has a GPU, with nothing to wait for."""
@@ -115,7 +65,6 @@ def torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(flash, "_workspace", lambda: None)
-    monkeypatch.setattr(flash, "refuses_gpu", lambda *arguments: None)
     return torch
 
 
@@ -136,12 +85,11 @@ def test_flash_attention_through_pytorch_is_told_what_to_read(case, torch, monke
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_fa3"])
 @EVERY_CASE
-def test_flashinfer_is_told_what_to_read(case, name, torch, monkeypatch):
+def test_flashinfer_is_told_what_to_read(case, torch, monkeypatch):
     class Wrapper:
         def __init__(self, workspace, layout, *, backend):
-            assert (layout, backend) == ("NHD", "fa3" if name.endswith("fa3") else "fa2")
+            assert (layout, backend) == ("NHD", "fa2")
 
         def plan(self, queries, begins, which, last, heads, kv_heads, size, page, **settings):
             assert {x.dtype for x in (queries, begins, which, last)} == {torch.int32}
@@ -164,5 +112,5 @@ def test_flashinfer_is_told_what_to_read(case, name, torch, monkeypatch):
 
     library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
     monkeypatch.setattr(flash, "module", {"torch": torch, "flashinfer": library}.__getitem__)
-    result = rival(name, case)
+    result = rival("flashinfer", case)
     assert result.check(result.wait(result.start()))

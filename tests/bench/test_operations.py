@@ -6,20 +6,14 @@ import json
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from bench import attention, caches, point, select
+from bench import attention, caches, point
 from bench import suite as suites
 from bench.__main__ import SUITES, main
 from bench.cases import parse
-from bench.hata import codes
 from bench.settings import Settings
 from jspec.dispatch import Backend, always
-from jspec.policies import MagicPIG
-from tests.ops.test_collisions import collided
-from tests.ops.test_hash import shared_bits
-from tests.ops.test_selection import by_sorting
 
 MODULES = ("verify", "pack", "attention", "select", "hata")
 CACHE = "B=2,S=96,heads=4/2,H=16,T=3"
@@ -58,7 +52,7 @@ def test_every_operation_of_the_suites_has_a_small_case():
         with pytest.raises(ValueError, match="must be one of") as error:
             SUITES[module].case("op=?")
         names |= set(str(error.value).removeprefix("op=? must be one of ").split(", "))
-    assert names - {"hata_layer", "hata_off"} == set(CASES)
+    assert names - {"hata_layer"} == set(CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -95,22 +89,6 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     for name in wrong:
         assert rows[name]["checked"] is False, name
         assert "wall_ns" not in rows[name]
-
-
-def test_expected_slots_scores_and_collisions_are_those_of_plain_python():
-    scores = select.random_scores({"rows": 3, "n": 200, "scores": "0..128"})
-    lengths = np.full(3, 200)
-    np.testing.assert_array_equal(
-        select.stable_slots(scores, 9), by_sorting(scores, lengths, lengths, k=9)
-    )
-    rng = np.random.default_rng(0)
-    q, k = (rng.integers(0, 2**32, x, np.uint32) for x in ((2, 3, 4, 2), (2, 9, 2, 2)))
-    np.testing.assert_array_equal(select.shared_bits(q, k), shared_bits(q, k))
-    policy = MagicPIG(bits=3, tables=40)
-    used = codes.used_bits(policy)
-    q, k = (rng.integers(0, 2**32, x, np.uint32) & used for x in ((2, 3, 4, 6), (2, 9, 2, 6)))
-    np.testing.assert_array_equal(codes.collisions_of(q, k, 40), collided(q, k, 40))
-    assert np.bitwise_count(used).tolist() == [32] * 3 + [8] * 3
 
 
 @pytest.mark.parametrize(

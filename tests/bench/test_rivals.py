@@ -8,7 +8,6 @@ import pytest
 
 from bench import attention as suite
 from bench import caches, workload
-from bench import select as selection
 from bench.__main__ import SUITES
 from bench.program import Absent, Program
 from bench.rivals import attention, common, cub, sampling, select, verification
@@ -46,16 +45,16 @@ def makers(which: str, *, wrong: bool = False):
     if which == "verify_and_pack":
         return verification.verify_and_pack(TOKENS, KV, packed)
     if which == "attention":
-        data = caches.dense(ATTENTION)
-        reads = data.positions + int(not wrong)
-        check = caches.Check.of(data.q, data.k, data.v, reads)
-        return attention.attention(data, check.output)
+        if wrong:
+            return attention.attention(caches.dense(ATTENTION), lambda out: False)
+        return suite.attention_setup(ATTENTION).rivals
     if which == "gather":
         data = suite.selected_inputs(GATHER)
         return attention.gathered_attention(data, lambda out: not wrong)
     if which == "select":
         scores = np.random.default_rng(0).integers(0, 40, (3, 200)).astype(np.float32)
-        return select.select(scores, selection.stable_slots(scores + wrong * scores[::-1], 9))
+        falling = np.argsort(-scores - wrong * scores[::-1], axis=1, kind="stable")
+        return select.select(scores, np.sort(falling[:, :9], axis=1).astype(np.int32))
     logits = workload.make_logits(40, 5, 500, one_hot=which == "sampling-one-hot")
     uniforms = np.random.default_rng(0).random((3, 40, 6), np.float32)
     rivals = sampling.sampling(logits, uniforms)
