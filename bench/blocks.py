@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from bench import program
 from bench.cases import Case
 from bench.point import best_clock
 from bench.settings import Settings, bar, console
@@ -108,7 +107,6 @@ def _microseconds(
 ) -> float | None:
     """The time of a case by these block sizes, None where it fails or is wrong."""
     jax.clear_caches()  # programs traced with other block sizes
-    program.clear()
     with tuned.using(trial):
         rows = benchmark.measure(case, settings)
     times = [time.median for row in rows if (time := best_clock(row)) is not None]

@@ -48,10 +48,10 @@ def lengths(case: Mapping[str, Any]) -> np.ndarray:
 
 def dense(case: Mapping[str, Any]) -> Inputs:
     """Queries of the last tokens of rows with ``lengths`` slots."""
-    until, tokens = lengths(case), case["T"]
-    positions = (until - tokens)[:, None] + np.arange(tokens, dtype=np.int32)
-    large = np.arange(case["S"]) >= (until - tokens)[:, None]
-    return Inputs(*random_cache(case, large[..., None], until), jnp.asarray(positions), until)
+    ends, tokens = lengths(case), case["T"]
+    positions = (ends - tokens)[:, None] + np.arange(tokens, dtype=np.int32)
+    large = np.arange(case["S"]) >= (ends - tokens)[:, None]
+    return Inputs(*random_cache(case, large[..., None], ends), jnp.asarray(positions), ends)
 
 
 def random_cache(

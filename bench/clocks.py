@@ -218,19 +218,6 @@ def loops(source: Source, feed: Feed) -> list[Source]:
     return [Source(loop(count), source.arguments) for count in LENGTHS]
 
 
-def counting_loops(unroll: int = UNROLL) -> list[Source]:
-    """The two loops around a step that only counts, unrolled ``unroll`` times."""
-
-    def loop(length: int) -> Callable[[jax.Array], jax.Array]:
-        def run(x: jax.Array) -> jax.Array:
-            return jax.lax.scan(lambda n, _: (n + 1, None), x, length=length, unroll=unroll)[0]
-
-        return run
-
-    one = jax.ShapeDtypeStruct((), np.int32)
-    return [Source(loop(length), (one,)) for length in LENGTHS]
-
-
 def step(
     short: Callable[[], Any],
     long: Callable[[], Any],
@@ -276,12 +263,16 @@ def add_steps(
         short, long = compiled[0, name], compiled[1, name]
         if not isinstance(short, Absent) and not isinstance(long, Absent):
             calls = partial(short, *arguments), partial(long, *arguments)
-            first_rows[name]["step_ns"] = step(*calls, _empty_step(repeats), repeats)
+            first_rows[name]["step_ns"] = step(*calls, empty_step(repeats), repeats)
 
 
 @cache
-def _empty_step(repeats: int) -> float:
+def empty_step(repeats: int, unroll: int = UNROLL) -> float:
     """The marginal time of a step that only counts, in nanoseconds."""
-    one = jax.device_put(np.int32(0))
-    short, long = (partial(jax.jit(source.function), one) for source in counting_loops())
+
+    @partial(jax.jit, static_argnums=1)
+    def loop(x: jax.Array, length: int) -> jax.Array:
+        return jax.lax.scan(lambda n, _: (n + 1, None), x, length=length, unroll=unroll)[0]
+
+    short, long = (partial(loop, jax.device_put(np.int32(0)), length) for length in LENGTHS)
     return statistics.median(step(short, long, 0.0, repeats))

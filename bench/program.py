@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -51,23 +51,13 @@ class Source:
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
 
-    @property
-    def identity(self) -> Hashable:
-        """A key that is equal for sources that compile to the same program."""
-        leaves, tree = jax.tree.flatten(self.arguments)
-        return self.function, tuple((x.shape, x.dtype) for x in leaves), tree, self.donated
-
-
-_COMPILED: dict[Hashable, jax.stages.Compiled] = {}
-
 
 def compile_all(
     label: str, sources: Mapping[Key, Source | Absent]
 ) -> dict[Key, jax.stages.Compiled | Absent]:
     """Compile each source: lower sequentially, compile on all cores.
 
-    A failure becomes an `Absent`, so that one broken backend does not end the run. Programs that an
-    earlier suite compiled are reused.
+    A failure becomes an `Absent`, so that one broken backend does not end the run.
     """
     done: dict[Key, jax.stages.Compiled | Absent] = {}
     pending = {}
@@ -75,30 +65,23 @@ def compile_all(
         for key, source in sources.items():
             if isinstance(source, Absent):
                 done[key] = source
-            elif source.identity in _COMPILED:
-                done[key] = _COMPILED[source.identity]
             else:
                 jitted = jax.jit(source.function, donate_argnums=source.donated)
                 try:
                     lowered = jitted.lower(*source.arguments)
-                    pending[key] = source.identity, pool.submit(lowered.compile)
+                    pending[key] = pool.submit(lowered.compile)
                 except BackendError as error:
                     done[key] = Absent(failure(key, error).name, str(error))
                 except Exception as error:
                     done[key] = failure(key, error)
             advance()
-        for key, (identity, future) in pending.items():
+        for key, future in pending.items():
             try:
-                done[key] = _COMPILED[identity] = future.result()
+                done[key] = future.result()
             except Exception as error:
                 done[key] = failure(key, error)
             advance()
     return {key: done[key] for key in sources}
-
-
-def clear() -> None:
-    """Forget all compiled programs."""
-    _COMPILED.clear()
 
 
 def failure(key: Any, error: Exception) -> Absent:
@@ -117,8 +100,6 @@ def sources(
     operation: Operation,
     arguments: tuple[Any, ...],
     settings: Settings,
-    *,
-    donated: tuple[int, ...] = (),
     **static: Any,
 ) -> dict[str, Source | Absent]:
     """The backends of an operation that the settings select, for arguments of these shapes."""
@@ -133,15 +114,8 @@ def sources(
         if reason:
             by_backend[name] = Absent(name, reason)
         else:
-            run = _with(backend.run, tuple(static.items()))
-            by_backend[name] = Source(run, arguments, donated)
+            by_backend[name] = Source(partial(backend.run, **static), arguments)
     return by_backend
-
-
-@cache
-def _with(run: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """A backend's function with static arguments; equal arguments give the same object."""
-    return partial(run, **dict(static))
 
 
 def bound(

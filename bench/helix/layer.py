@@ -22,26 +22,23 @@ from jspec.cache import Cache
 from jspec.config import LayerSpec
 from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of
 from jspec.helix.cache import column_spec
-from jspec.helix.mesh import KVP, TPA
+from jspec.helix.mesh import TPA
 from jspec.ops.attention.dense import attention
-from jspec.ops.attention.merge import merge_attention
-from jspec.policies.read import in_slots, projected, read_whole, settings_of
+from jspec.policies.read import projected, read_whole
 from jspec.typing import Array
 
 DEFAULT: Case = {"B": 1, "S": 32768, "heads": "128/8", "H": 128, "T": 1, "kvp": 1, "tpa": 1}
-DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto", "part": "layer"}
+DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto"}
 DEFAULT |= {"exchange": "xla"}
 CHOICES = {
     "strategy": ("helix", "gather", "medha", "tp"),
     "up": ("auto", "before", "after"),
     "exchange": ("xla", "pallas", "cuda"),
-    "part": ("layer", "read"),  # with its exchange, or attention alone
 }
 LATENT = "heads=128/1,H=576,latent=512"  # DeepSeek-R1's
 # Relative to the norm of a head's output: rounding to bfloat16 causes a fifth of this error,
 # leaving out one of a hundred positions five times as much.
 NEAR = 0.02
-RANK_HEADS = P(KVP, None, None, TPA)  # outputs stacked over the ranks of KVP
 
 
 def check_case(case: Case) -> None:
@@ -72,7 +69,7 @@ def helix_of(case: Case) -> HelixConfig:
 
 def defaults() -> list[str]:
     """The cases of two GPUs. 128/8 are the heads of Llama 405B; with 32/1, devices share a head."""
-    kvp, tp = ("kvp=1", "kvp=2", "kvp=2,part=read"), "kvp=2,strategy=tp"
+    kvp, tp = ("kvp=1", "kvp=2"), "kvp=2,strategy=tp"
     rivals = ("tpa=2", "kvp=2,strategy=gather", "kvp=2,strategy=medha")
     projected = ("kvp=1", "kvp=2,up=before", "kvp=2,up=after", tp)
     kinds = {"128/8": (*kvp, *rivals), "32/1": (*kvp, tp)}
@@ -111,15 +108,15 @@ class Layer(Benchmark):
 
 
 def _sharded(case: Case) -> Sharded:
-    helix, alone = helix_of(case), case["part"] == "read"
+    helix = helix_of(case)
     return Sharded(
-        *("attend", case, case["strategy"] + (", read alone" if alone else ""), helix),
-        partial(rank_attended if alone else attended, case),
-        partial(rank_following if alone else following, case),
+        *("attend", case, case["strategy"], helix),
+        partial(attended, case),
+        partial(following, case),
         partial(operands, case),
         partial(specs_of, case),
-        (RANK_HEADS, RANK_HEADS) if alone else P(None, None, helix.axes),
-        partial(is_merged_right if alone else is_right, case),
+        P(None, None, helix.axes),
+        partial(is_right, case),
         moved=lambda arguments: arguments[1].nbytes // (helix.stripes * helix.tpa),
     )
 
@@ -186,48 +183,9 @@ def specs_of(case: Case, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return P(None, None, TPA), cache_specs(helix, arguments[1]), *[P(TPA)] * len(arguments[2:])
 
 
-def rank_attention(case: Case, q: Array, cache: Cache) -> tuple[Array, Array]:
-    """On a device: output and log-sum-exp of all its queries over its local keys."""
-    part = part_of(helix_of(case), cache)
-    positions, where = in_slots(part, 0, positions_of(case))
-    columns = part.columns[0]
-    return attention(
-        *(q, columns["keys"], columns.get("values"), positions),
-        key_positions=where,
-        **settings_of(part.specs[0]),
-    )
-
-
-def rank_attended(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Any:
-    """The outputs of `rank_attention` on each rank of KVP, ``[1, B, T, n, ...]``."""
-    return jax.tree.map(lambda x: x[None], rank_attention(case, q, cache))
-
-
-def rank_following(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
-    """Queries that depend on the output of `rank_attention`, after the map of the values."""
-    out = rank_attention(case, q, cache)[0]
-    if up is not None:
-        mapped = len(up) if projects_first(case) else len(up) // case["kvp"]
-        out = projected(out[:, :, :mapped], up[:mapped])
-    return q + as_queries(out, q) / 1024
-
-
-def projects_first(case: Case) -> bool:
-    """Whether the map of the values is applied before the exchange; it makes them smaller."""
-    return case["up"] != "after"
-
-
 def is_right(case: Case, out: Array, arguments: tuple[Any, ...]) -> bool:
     """Whether ``out [B, T, N, H']`` is what one device computes from the ``arguments``."""
     return is_near(np.asarray(out), on_one_device(case, arguments))
-
-
-def is_merged_right(case: Case, outs: tuple[Array, Array], arguments: tuple[Any, ...]) -> bool:
-    """Whether the merged outputs of `rank_attended` are what one device computes."""
-    whole, _ = jax.jit(merge_attention)(*map(jnp.asarray, jax.device_get(outs)))
-    for up in jax.device_get(arguments[2:]):
-        whole = jnp.einsum("btnv,nvh->btnh", whole, jnp.asarray(up))
-    return is_near(np.asarray(whole), on_one_device(case, arguments))
 
 
 def is_near(actual: np.ndarray, expected: np.ndarray) -> bool:
@@ -276,7 +234,7 @@ LAYER = Layer(
     gpu=defaults(),
     quick=[f"S=256K,{how}" for how in ("kvp=1", "kvp=2", "tpa=2", "kvp=2,strategy=medha")],
     cpu=[
-        *(f"{SMALL},{how}" for how in ("kvp=2", "kvp=1", "kvp=2,part=read", "tpa=2")),
+        *(f"{SMALL},{how}" for how in ("kvp=2", "kvp=1", "tpa=2")),
         "S=2K,heads=8/1,H=40,latent=32,kvp=2,up=after",
     ],
 )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -113,12 +112,4 @@ def too_few_devices(helix: HelixConfig) -> str | None:
 
 def marginal(short: Callable[[], Any], long: Callable[[], Any], repeats: int) -> list[int]:
     """Samples of the marginal nanoseconds of a step, above a step that only counts."""
-    return clocks.step(short, long, _empty(repeats), repeats, LENGTHS)
-
-
-@cache
-def _empty(repeats: int) -> float:
-    """The marginal time of a step that only counts, in loops that are not unrolled."""
-    one = jax.numpy.int32(0)
-    short, long = (partial(jax.jit(x.function), one) for x in clocks.counting_loops(unroll=1))
-    return statistics.median(clocks.step(short, long, 0.0, repeats))
+    return clocks.step(short, long, clocks.empty_step(repeats, unroll=1), repeats, LENGTHS)

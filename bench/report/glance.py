@@ -182,8 +182,8 @@ def _meshes(result: Result) -> Iterator[Line]:
     alone = {}
     for row in result["rows"]:
         case, time = row["case"], spread(row, "step")
-        others = case.get("part") != "layer" or case["strategy"] != "helix"
-        if time is None or others or case["S"] < LONG:
+        is_layer = row["operation"] == "attend" and case.get("part", "layer") == "layer"
+        if time is None or not is_layer or case["strategy"] != "helix" or case["S"] < LONG:
             continue
         at = tuple(case.get(key) for key in keys)
         if case["kvp"] == case["tpa"] == 1:
@@ -219,11 +219,11 @@ def _served(result: Result) -> Iterator[Line]:
     """The engine with all requests there at once, by drafter."""
     for row, plain in systems.at_full_load(result["rows"]):
         case, speed = row["case"], row["tokens_per_s"] / plain["tokens_per_s"]
-        said = [ratio(speed, " as fast as without drafts")]
+        parts = [ratio(speed, " as fast as without drafts")]
         if (share := systems.of_steps(row)) is not None:
-            said.append(f"{share:.2f} of the rate of the steps alone")
+            parts.append(f"{share:.2f} of the rate of the steps alone")
         words = f"{case['model']}, {case['mix']}, {case['B']} slots, {row['name']}"
-        yield words, f"{row['tokens_per_s']:,.0f} tokens/s", "; ".join(said)
+        yield words, f"{row['tokens_per_s']:,.0f} tokens/s", "; ".join(parts)
 
 
 VERIFY = {"B": 32, "alpha": 0.9, "l2": "warm"}
@@ -274,10 +274,10 @@ def tables_of(runs: Sequence[Run], titles: Mapping[str, str]) -> Iterator[str]:
                 rows.append((link, *line))
                 before.add(title)
         if device == "cpu" and rows:
-            said = [
+            parts = [
                 f"{case}: {result} ({compared or 'no rival'})" for _, case, result, compared in rows
             ]
-            yield f"## At a glance: CPU\n\n{'; '.join(said)}.\n"
+            yield f"## At a glance: CPU\n\n{'; '.join(parts)}.\n"
         elif rows:
             headings = ("", "case", "result", "compared with")
             yield f"## At a glance: {device}\n\n{table(headings, rows, left=len(headings))}"

@@ -20,14 +20,14 @@ BEGIN, END = "<!-- table: python -m bench.report.law -->\n", "<!-- end of table 
 VOCABULARIES = (32000, 128256, 262144)
 TEMPERATURES = (0.1, 0.5, 1.0, 2.0)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-SEEN = 1e-9  # a token of this probability or more must have mass
+RELEVANT = 1e-9  # a token of this probability or more must have mass
 PEAK = 4 * TILE + 900  # a token somewhere inside a tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Enumerated:
     """How far a law is from softmax: ``variation``, the total one, and how many tokens of
-    probability `SEEN` or more are ``lost``: without mass, so that they are never drawn."""
+    probability `RELEVANT` or more are ``lost``: without mass, so that they are never drawn."""
 
     variation: float
     lost: int
@@ -40,15 +40,15 @@ def shapes(vocabulary: int, dtype: str) -> dict[str, np.ndarray]:
     peak = np.log(0.9999 / 0.0001 * (vocabulary - 1))
     # At temperature 1 the others of the tile lie a little more than 31 binary orders below, where
     # weights end: the worst that there is.
-    beside = np.where(token == PEAK, 21.5, -0.0007)
-    found = {
+    others = np.where(token == PEAK, 21.5, -0.0007)
+    by_shape = {
         "flat": np.zeros(vocabulary),
         "Gaussian, deviation 3": 3 * rng.standard_normal(vocabulary),
         "Student t, 3 degrees": 3 * rng.standard_t(3, vocabulary),
         "0.9999 over a flat tail": np.where(token == PEAK, peak, 0),
-        "peak over its tile's tail": np.where(token // TILE == PEAK // TILE, beside, -30),
+        "peak over its tile's tail": np.where(token // TILE == PEAK // TILE, others, -30),
     }
-    return {name: x.astype(DTYPES[dtype]).astype(np.float32) for name, x in found.items()}
+    return {name: x.astype(DTYPES[dtype]).astype(np.float32) for name, x in by_shape.items()}
 
 
 def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
@@ -58,16 +58,16 @@ def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
     return weights / weights.sum()
 
 
-def compare(found: np.ndarray, expected: np.ndarray) -> Enumerated:
+def compare(law: np.ndarray, expected: np.ndarray) -> Enumerated:
     """A law and softmax, ``[V]`` each."""
-    lost = int(((found == 0) & (expected >= SEEN)).sum())
-    return Enumerated(float(np.abs(found - expected).sum() / 2), lost)
+    lost = int(((law == 0) & (expected >= RELEVANT)).sum())
+    return Enumerated(float(np.abs(law - expected).sum() / 2), lost)
 
 
 def enumerate_law(logits: np.ndarray, temperature: float) -> Enumerated:
     """The law of ``logits [V]``."""
-    found = token_probabilities(logits, SamplingParams(temperature=temperature))
-    return compare(found, softmax(logits, temperature))
+    law = token_probabilities(logits, SamplingParams(temperature=temperature))
+    return compare(law, softmax(logits, temperature))
 
 
 def coarse_law(expected: np.ndarray, *, number_bits: int, mass_bits: int) -> np.ndarray:
@@ -86,9 +86,9 @@ def table() -> str:
             cells, lost = [], 0
             for vocabulary in VOCABULARIES:
                 logits = shapes(vocabulary, dtype)[shape]
-                found = [enumerate_law(logits, temperature) for temperature in TEMPERATURES]
-                cells.append(f"{max(x.variation for x in found):.1e}")
-                lost += sum(x.lost for x in found)
+                laws = [enumerate_law(logits, temperature) for temperature in TEMPERATURES]
+                cells.append(f"{max(x.variation for x in laws):.1e}")
+                lost += sum(x.lost for x in laws)
             lines.append(f"| {shape} | {dtype} | " + " | ".join(cells) + f" | {lost} |")
     return "\n".join(lines) + "\n"
 

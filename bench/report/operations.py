@@ -72,9 +72,9 @@ class Cases:
         time = microseconds(chosen)
         rate = self.work and ceilings.bandwidth(run.result["ceilings"], self.work)
         share = f"{chosen['bytes'] / time * 1e6 / rate:.0%} of {self.work}" if rate else ""
-        return number(time), share, *(self._beside(rows, time, other) for other in OTHERS)
+        return number(time), share, *(self._speed_over(rows, time, other) for other in OTHERS)
 
-    def _beside(self, rows: Sequence[Row], time: float, heading: str) -> str:
+    def _speed_over(self, rows: Sequence[Row], time: float, heading: str) -> str:
         others = [row for row in rows if OTHERS[heading](row)]
         if not others:
             return ""

@@ -236,8 +236,8 @@ def limited(runs: Sequence[Run]) -> str:
                 mine, theirs = step_ms(vegas), plain_of(vegas, cell.rows)
                 plain = None if theirs is None else step_ms(theirs)
                 steps = "" if mine is None or plain is None else f"{mine / plain:.2f}"
-                said = (per_step(vegas), steps, ratio(cell.speed(vegas)))
-                rows.append((*card.at(cell), _spent(cell.plain), _spent(vegas), *said))
+                cells = (per_step(vegas), steps, ratio(cell.speed(vegas)))
+                rows.append((*card.at(cell), _spent(cell.plain), _spent(vegas), *cells))
     headings = ("plain: bytes, kernels, gaps", "vegas: bytes, kernels, gaps; longest part")
     more = ("tokens/step", "plain steps", "vs plain")
     return table((*AT, *headings, *more), merged(rows, columns=2), left=2)
@@ -261,5 +261,5 @@ def not_timed(runs: Sequence[Run]) -> str:
             for name, reason in cell.not_timed.items():
                 place = f"{name} ({', '.join(card.at(cell))}, {sampling_of(cell.case)})"
                 places.setdefault(reason, {})[place] = None
-    said = [f"{', '.join(names)}: {reason}" for reason, names in places.items()]
-    return f"Not timed: {'; '.join(said)}." if said else ""
+    cells = [f"{', '.join(names)}: {reason}" for reason, names in places.items()]
+    return f"Not timed: {'; '.join(cells)}." if cells else ""

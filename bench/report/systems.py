@@ -315,7 +315,11 @@ def shared_attention(runs: Sequence[Run]) -> str:
 
     return _by_mesh(
         runs,
-        lambda row: row["case"].get("part") == "layer" and row["case"].get("up") != "after",
+        lambda row: (
+            row["operation"] == "attend"
+            and row["case"].get("part", "layer") == "layer"
+            and row["case"].get("up") != "after"
+        ),
         lambda case: (
             f"{case['heads']} heads" + (f", latent {case['latent']}" if case.get("latent") else "")
         ),

@@ -166,15 +166,6 @@ def test_a_backend_that_refuses_while_it_is_lowered_has_not_failed():
     assert (result.name, result.reason, result.failed) == ("pallas", reason, False)
 
 
-def test_what_one_suite_compiled_serves_the_next():
-    arguments = shapes(workload.make_tokens(2, 4, 0.5).inputs)
-    expected = Settings(only=("xla",))
-    first = compile_all("x", sources(VERIFY_GREEDY, arguments, expected))["xla"]
-    assert compile_all("y", sources(VERIFY_GREEDY, arguments, expected))["xla"] is first
-    other = shapes(workload.make_tokens(3, 4, 0.5).inputs)
-    assert compile_all("z", sources(VERIFY_GREEDY, other, expected))["xla"] is not first
-
-
 def test_the_ceiling_of_memory_is_no_read_that_a_gpus_l2_holds():
     def read(size, **clocks):
         row = {"case": {"work": "read", "bytes": size, "l2": "warm"}, "checked": True}

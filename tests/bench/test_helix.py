@@ -53,7 +53,7 @@ def test_attention_on_a_mesh_is_checked_and_timed(kvp, tpa, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["up=before,overlap=2", "up=after", "part=read", "exchange=cuda"])
+@pytest.mark.parametrize("how", ["up=before,overlap=2", "up=after", "exchange=cuda"])
 def test_latent_attention_on_a_mesh_is_checked_and_timed(how):
     (row,) = rows(LAYER, f"B=3,S=64,heads=4/1,H=24,latent=16,kvp=2,{how}")
     assert row["checked"] is True, row
