@@ -101,6 +101,7 @@ from .models.chat import load_chat_template as load_chat_template
 from .models.checkpoint import load_model as load_model
 from .models.checkpoint import save_model as save_model
 from .models.decoder import Decoder as Decoder
+from .models.errors import ChatTemplateError as ChatTemplateError
 from .models.errors import CheckpointError as CheckpointError
 from .models.hashes import load_hashes as load_hashes
 from .models.tokenizer import Tokenizer as Tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
@@ -303,6 +304,26 @@ class SamplingParams:
         object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
         flag = self.ignore_eos
         require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
+
+    @classmethod
+    def from_model(cls, path: str | os.PathLike[str], **changes: Any) -> SamplingParams:
+        """The sampling parameters that a model's generation_config.json recommends.
+
+        Nothing uses them unless they are passed. Without ``do_sample`` in the file they are greedy;
+        a field of it that jspec does not implement is named in a warning.
+
+        Args:
+            path: A model directory, or a GGUF file in one.
+            **changes: Parameters that replace those of the file.
+
+        Raises:
+            CheckpointError: There is no such directory, or the file is malformed.
+            ValueError: A parameter is invalid.
+        """
+        # Models are read by packages that import this one.
+        from jspec.models.sampling_defaults import sampling_defaults
+
+        return cls(**{**sampling_defaults(path), **changes})
 
     def _whole(self, name: str, least: int, requirement: str, limit: int = 2**31) -> None:
         value = getattr(self, name)

@@ -17,7 +17,7 @@ from jspec.decode.checks import one_each
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
 from jspec.decode.generation import generate
 from jspec.decode.options import DecodeOptions, check_names
-from jspec.decode.score import score_tokens
+from jspec.decode.score import score_top_tokens
 from jspec.decode.settings import check_draft, check_target
 from jspec.decode.state import Models
 from jspec.dispatch import Backends
@@ -25,6 +25,7 @@ from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate, Message, load_chat_template
 from jspec.models.checkpoint import load_model
+from jspec.models.prompts import Prompt, encode_prompt, encode_prompts
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
 from jspec.policies import Dense, Policy
@@ -42,6 +43,8 @@ class Completion:
         finished: ``stop`` or ``length``.
         seed: seed that reproduces a sampled answer.
         logprobs: float32 ``[len(tokens)]``, log-probability of each token; None unless requested.
+        top_logprobs: for each token the likeliest tokens at its place with their log-probabilities,
+            the likeliest first, as many as requested.
     """
 
     text: str
@@ -49,6 +52,7 @@ class Completion:
     finished: str
     seed: int
     logprobs: np.ndarray | None = None
+    top_logprobs: tuple[dict[int, float], ...] | None = None
 
 
 class LLM:
@@ -57,7 +61,8 @@ class LLM:
     Args:
         model: a directory or GGUF file, as in `load_model`, a model, or None for the bundled model.
         tokenizer: the tokenizer; None loads that of the directory or file.
-        chat_template: the template of `chat`; None loads that of the directory or file.
+        chat_template: the template of `chat`, or its source; None loads that of the directory or
+            file.
         batch: prompts decoded at a time.
         **options: the drafter, gamma and other options of decoding: `DecodeOptions`.
 
@@ -71,7 +76,7 @@ class LLM:
         model: str | os.PathLike[str] | Model | None = None,
         *,
         tokenizer: Tokenizer | None = None,
-        chat_template: ChatTemplate | None = None,
+        chat_template: ChatTemplate | str | None = None,
         batch: int = 8,
         **options: Unpack[DecodeOptions],
     ):
@@ -90,6 +95,8 @@ class LLM:
             model = load_model(path)
         if tokenizer is None:
             raise ValueError("a model without a directory needs tokenizer=load_tokenizer(...)")
+        if isinstance(chat_template, str):
+            chat_template = ChatTemplate(chat_template, tokenizer.special_tokens, "chat_template")
         self.model = model
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -117,32 +124,34 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | bytes | Sequence[str | bytes],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         *,
         stop: str | Sequence[str] = (),
         n: int = 1,
-        logprobs: bool = False,
+        logprobs: bool | int = False,
     ) -> list[Completion]:
         """Complete prompts.
 
         Args:
-            prompts: one text or several.
+            prompts: one prompt or several. A prompt is a text, token ids, ``{"prompt": text}`` or
+                ``{"prompt_token_ids": ids}``.
             params: sampling parameters of all prompts, or of each. The n answers of a prompt with a
                 seed take that seed and those after it.
             stop: texts that end an answer, which is cut before the first of them.
             n: completions of each prompt.
             logprobs: whether to compute the log-probability of each token under the model, at
-                temperature 1 without filters. It costs another prefill.
+                temperature 1 without filters; a number also gives so many of the likeliest tokens.
+                It costs another prefill.
 
         Returns:
             ``n`` completions of the first prompt, then of the second, and so on.
 
         Raises:
+            TypeError: a prompt has another form.
             ValueError: as `jspec.generate`.
         """
-        prompts = [prompts] if isinstance(prompts, str | bytes) else prompts
-        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        ids = encode_prompts(self.tokenizer, prompts)
         return self._complete(ids, params, stop, n, logprobs)
 
     def chat(
@@ -152,7 +161,7 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         n: int = 1,
-        logprobs: bool = False,
+        logprobs: bool | int = False,
         **settings: Any,
     ) -> list[Completion]:
         """Answer conversations, rendered by the model's chat template.
@@ -164,22 +173,25 @@ class LLM:
             stop: as in `generate`.
             n: as in `generate`.
             logprobs: as in `generate`.
-            **settings: variables of the template, as ``tools=[...]`` or ``enable_thinking=False``.
+            **settings: as in `ChatTemplate.render`: ``add_generation_prompt``,
+                ``continue_final_message``, ``chat_template`` and variables of the template, as
+                ``tools=[...]`` or ``enable_thinking=False``.
 
         Returns:
             As `generate`.
 
         Raises:
-            ValueError: the model has no chat template, or it refuses the messages.
+            ChatTemplateError: the template is malformed or refuses the messages.
+            ValueError: the model has no chat template, or an argument is invalid.
         """
-        single = not len(conversations) or isinstance(conversations[0], Mapping)
-        several: Any = [conversations] if single else conversations
+        one = not _is_listing(conversations) or isinstance(conversations[0], Mapping)
+        several: Any = [conversations] if one else conversations
         ids = [self.encode_chat(messages, **settings) for messages in several]
         return self._complete(ids, params, stop, n, logprobs)
 
     def stream(
         self,
-        prompt: str | bytes | Sequence[Message],
+        prompt: Prompt | Sequence[Message],
         params: SamplingParams = SamplingParams(),
         *,
         stop: str | Sequence[str] = (),
@@ -190,7 +202,7 @@ class LLM:
         Closing the iterator ends decoding after the current chunk.
 
         Args:
-            prompt: a text, or the messages of a conversation.
+            prompt: a prompt as in `generate`, or the messages of a conversation.
             params: sampling parameters.
             stop: as in `generate`.
             **settings: as in `chat`.
@@ -198,10 +210,13 @@ class LLM:
         Yields:
             Pieces of the text.
         """
-        if isinstance(prompt, str | bytes):
-            ids = self.tokenizer.encode(prompt)
+        any_prompt: Any = prompt
+        if _is_listing(prompt) and isinstance(any_prompt[0], Mapping):
+            ids = self.encode_chat(any_prompt, **settings)
+        elif settings:
+            raise TypeError(f"{next(iter(settings))}= is for conversations; the prompt is none")
         else:
-            ids = self.encode_chat(prompt, **settings)
+            ids = encode_prompt(self.tokenizer, any_prompt)
         pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
         closed = threading.Event()
         row = self._row(ids, params, _texts(stop))
@@ -233,23 +248,31 @@ class LLM:
             closed.set()
             thread.join()
 
-    def encode_chat(self, messages: Sequence[Message], **settings: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], /, **settings: Any) -> list[int]:
         """Convert a conversation to token ids, with the start of the model's answer.
 
+        Args:
+            messages: mappings with a ``role`` and a ``content``.
+            **settings: as in `chat`.
+
         Raises:
-            ValueError: the model has no chat template, or it refuses the messages.
+            ChatTemplateError: the template is malformed or refuses the messages.
+            ValueError: the model has no chat template, or an argument is invalid.
         """
-        if self.chat_template is None:
-            raise ValueError(
-                "the model has no chat template; pass chat_template=ChatTemplate(...), or a text "
-                "to generate()"
-            )
-        return self.chat_template.encode(self.tokenizer, messages, **settings)
+        template = self.chat_template
+        if template is None:
+            if settings.get("chat_template") is None:
+                raise ValueError(
+                    "the model has no chat template; pass chat_template=, a template or its "
+                    "source, or a text to generate()"
+                )
+            template = ChatTemplate({}, self.tokenizer.special_tokens, "chat_template")
+        return template.encode(self.tokenizer, messages, **settings)
 
     def _complete(self, prompts, params, stop, n, logprobs) -> list[Completion]:
         if (whole_number(n) or 0) < 1:
             raise ValueError(f"n={shown(n)} must be a whole number, at least 1")
-        stop = _texts(stop)
+        stop, top = _texts(stop), self._top_count(logprobs)
         # `one_each` gives every prompt a seed; its other answers take the seeds that follow.
         params = [
             dataclasses.replace(p, seed=(p.seed + sample) % 2**32)
@@ -261,11 +284,15 @@ class LLM:
         completions: list[Completion] = []
         for begin in range(0, len(ids), self._batch):
             part = slice(begin, begin + self._batch)
-            completions += self._answer(ids[part], params[part], stop, logprobs)
+            completions += self._answer(ids[part], params[part], stop, top)
         return completions
 
-    def _answer(self, prompts, params, stop, logprobs) -> list[Completion]:
-        """Completions of one batch."""
+    def _answer(self, prompts, params, stop, top: int | None) -> list[Completion]:
+        """Completions of one batch.
+
+        ``top``: how many of the likeliest tokens to give for each token; None: no log-probabilities
+        at all.
+        """
         rows = [self._row(ids, p, stop) for ids, p in zip(prompts, params, strict=True)]
         params = [with_stops(p, stop, self.tokenizer) for p in params]
 
@@ -275,28 +302,52 @@ class LLM:
         output = generate(self.model, prompts, params, on_tokens=on_tokens, **self._options)
         for row in rows:
             row.close()
-        marks: list[np.ndarray | None] = [None] * len(prompts)
-        if logprobs:
-            whole = [
-                [*prompt, *tokens] for prompt, tokens in zip(prompts, output.tokens, strict=True)
-            ]
-            scores = score_tokens(
-                self.model,
-                whole,
-                backends=self._options.get("backends", Backends()),
-                exact=self._options.get("exact", False),
-            )
-            marks = [s[-len(t) :] for s, t in zip(scores, output.tokens, strict=True)]
-        return [
-            Completion(row.text, tokens, "stop" if row.stopped else why, seed, mark)
-            for row, tokens, why, seed, mark in zip(
-                rows, output.tokens, output.finished, output.seeds, marks, strict=True
+        completions = [
+            Completion(row.text, tokens, "stop" if row.stopped else why, seed)
+            for row, tokens, why, seed in zip(
+                rows, output.tokens, output.finished, output.seeds, strict=True
             )
         ]
+        return completions if top is None else self._scored(prompts, completions, top)
+
+    def _scored(self, prompts, completions: list[Completion], top: int) -> list[Completion]:
+        """``completions`` with log-probabilities."""
+        scores = score_top_tokens(
+            self.model,
+            [[*ids, *one.tokens] for ids, one in zip(prompts, completions, strict=True)],
+            top,
+            backends=self._options.get("backends", Backends()),
+            exact=self._options.get("exact", False),
+        )
+        scored = []
+        for score, one in zip(scores, completions, strict=True):
+            begin = len(score.logprobs) - len(one.tokens)
+            pairs = zip(score.top_tokens[begin:], score.top_logprobs[begin:], strict=True)
+            tops = tuple(
+                dict(zip(ids.tolist(), values.tolist(), strict=True)) for ids, values in pairs
+            )
+            fields = {"logprobs": score.logprobs[begin:], "top_logprobs": tops if top else None}
+            scored.append(dataclasses.replace(one, **fields))
+        return scored
+
+    def _top_count(self, logprobs: bool | int) -> int | None:
+        """How many of the likeliest tokens ``logprobs`` asks for; None: no log-probabilities."""
+        if isinstance(logprobs, bool) or logprobs is None:
+            return 0 if logprobs else None
+        count, limit = whole_number(logprobs), self.model.config.vocab_size
+        if count is None or not 0 <= count <= limit:
+            raise ValueError(
+                f"logprobs={shown(logprobs)} must be True, False, or how many of the {limit} tokens"
+            )
+        return count
 
     def _row(self, prompt: Sequence[int], params: SamplingParams, stop: tuple[str, ...]) -> RowText:
         ends = () if params.ignore_eos else self.model.config.stop_tokens
         return RowText(self.tokenizer, stop, ends, prompt)
+
+
+def _is_listing(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value)
 
 
 def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -159,6 +159,56 @@ def test_log_probabilities_are_the_models(llm):
         assert (completion.logprobs > -np.log(llm.model.config.vocab_size)).all()
 
 
+def test_the_likeliest_tokens_are_the_models(llm):
+    (result,) = llm.generate(CODE, SHORT, logprobs=3)
+    assert result.logprobs is not None
+    assert result.top_logprobs is not None
+    assert [len(top) for top in result.top_logprobs] == [3] * 12
+    for token, logprob, top in zip(
+        result.tokens, result.logprobs, result.top_logprobs, strict=True
+    ):
+        # A greedy token is the likeliest.
+        assert next(iter(top)) == token
+        values = list(top.values())
+        assert values == sorted(values, reverse=True)
+        np.testing.assert_allclose(values[0], logprob, atol=1e-6)
+    assert llm.generate(CODE, SHORT, logprobs=True)[0].top_logprobs is None
+    assert llm.generate(CODE, SHORT, logprobs=0)[0].logprobs is not None
+    assert llm.generate(CODE, SHORT, logprobs=None)[0].logprobs is None
+
+
+def test_prompts_have_the_forms_of_vllm(llm, plain):
+    ids = llm.tokenizer.encode(CODE)
+    forms = [CODE, CODE.encode(), ids, tuple(ids), np.asarray(ids, np.int32)]
+    forms += [{"prompt": CODE}, {"prompt_token_ids": ids}, {"prompt_token_ids": np.asarray(ids)}]
+    for form in forms:
+        assert [c.tokens for c in llm.generate(form, SHORT)] == [plain]
+    assert [c.tokens for c in llm.generate(forms, SHORT)] == [plain] * len(forms)
+    assert [c.tokens for c in llm.generate(np.asarray([ids, ids]), SHORT)] == [plain] * 2
+    for form in forms:
+        assert "".join(llm.stream(form, SHORT)) == llm.tokenizer.decode(plain)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 3, {CODE}, [None], [1.5], [[1.5]], [{"prompt": [1]}], {"prompt": CODE, "cache_salt": 1},
+     {"prompt_token_ids": CODE}, [[CODE]], [{"prompt_token_ids": [1], "prompt": CODE}], {}],
+)  # fmt: skip
+def test_prompts_of_other_forms_are_refused(llm, prompts):
+    with pytest.raises((TypeError, ValueError), match=r"pass a text, token ids|must be token ids"):
+        llm.generate(prompts, SHORT)
+
+
+def test_a_template_of_the_call_or_of_the_model(llm, plain):
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    other = jspec.LLM(llm.model, tokenizer=llm.tokenizer)
+    other.tokenizer.special_tokens["bos_token"] = "<|bos|>"
+    assert [c.tokens for c in other.chat(TALK, SHORT, chat_template=source)] == [plain]
+    other = jspec.LLM(llm.model, tokenizer=llm.tokenizer, chat_template=source)
+    assert [c.tokens for c in other.chat([TALK], SHORT)] == [plain]
+    other.tokenizer.special_tokens.clear()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -169,6 +219,13 @@ def test_log_probabilities_are_the_models(llm):
         (lambda llm: llm.generate(CODE, stop=[3]), "must be a text or texts"),
         (lambda llm: llm.generate([]), "no prompts were given"),
         (lambda llm: llm.chat([]), "no conversation; pass messages"),
+        (lambda llm: llm.chat(TALK[0]), "no conversation; pass messages"),
+        (lambda llm: llm.chat("Hi"), "no conversation; pass messages"),
+        (lambda llm: llm.chat(["Hi"]), "no conversation; pass messages"),
+        (lambda llm: llm.chat(TALK, sampling_params=SHORT), "sampling_params= is no variable"),
+        (lambda llm: llm.generate(CODE, logprobs=-1), "logprobs=-1 must be True, False, or how"),
+        (lambda llm: llm.generate(CODE, logprobs=2.0), r"logprobs=2\.0 must be"),
+        (lambda llm: llm.generate(CODE, logprobs=10**6), "how many of the 260 tokens"),
         (lambda llm: jspec.LLM(batch=0), "batch=0 must be a whole number, at least 1"),
         (lambda llm: jspec.LLM(batch="8"), "batch='8' must be a whole number"),
         (lambda llm: jspec.LLM(llm.model), "needs tokenizer="),
@@ -178,7 +235,8 @@ def test_log_probabilities_are_the_models(llm):
         ),
     ],
     ids=[
-        *("n", "half-n", "no-stop", "empty-stop", "stop", "none", "no-messages", "batch"),
+        *("n", "half-n", "no-stop", "empty-stop", "stop", "none", "no-messages", "message"),
+        *("text", "texts", "params", "below-0", "half-logprobs", "over-vocabulary", "batch"),
         *("text-batch", "tokenizer", "template"),
     ],
 )

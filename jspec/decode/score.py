@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
@@ -49,6 +50,34 @@ def score_tokens(
     Raises:
         ValueError: As `jspec.start_decoding` does.
     """
+    scores = score_top_tokens(model, texts, 0, backends=backends, exact=exact)
+    return [score.logprobs for score in scores]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities at each token of a text but the first, natural logarithms.
+
+    Attributes:
+        logprobs: float32 ``[n - 1]``, of the tokens of the text.
+        top_tokens: int32 ``[n - 1, count]``, the likeliest tokens there, the likeliest first.
+        top_logprobs: float32 ``[n - 1, count]``, of these.
+    """
+
+    logprobs: np.ndarray
+    top_tokens: np.ndarray
+    top_logprobs: np.ndarray
+
+
+def score_top_tokens(
+    model: Model,
+    texts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    backends: Mapping[str, str] = Backends(),
+    exact: bool = False,
+) -> list[TokenScores]:
+    """`score_tokens`, and the ``count`` likeliest tokens at each position."""
     models, ids = Models(model), as_ids(texts)
     if not ids:
         return []
@@ -67,19 +96,26 @@ def score_tokens(
     sharding = None if on_mesh is None else on_mesh.placing
     cache = Cache.create(model.config.layers, layouts, len(ids), model.dtype, sharding=sharding)
     cache = place({"cache": cache}, sharding)["cache"]
-    chunks = []
+    chunks: list[tuple[np.ndarray, ...]] = []
     for begin in range(0, int(lengths.max()) - 1, CHUNK):
         index = begin + np.arange(CHUNK)
         positions = np.where(index < (lengths - 1)[:, None], index, -1).astype(np.int32)
         piece = tokens[:, begin : begin + CHUNK]
         following = np.pad(tokens[:, begin + 1 : begin + 1 + CHUNK], ((0, 0), (0, 1)))[:, :CHUNK]
-        cache, part = _score_chunk(model, cache, piece, positions, following, config)
-        chunks.append(np.asarray(part))
-    rows = np.concatenate(chunks, axis=1) if chunks else np.zeros((len(ids), 0), np.float32)
-    return [row[: length - 1] for row, length in zip(rows, lengths, strict=True)]
+        cache, part = _score_chunk(model, cache, piece, positions, following, config, count)
+        chunks.append(tuple(map(np.asarray, part)))
+    if not chunks:
+        none = np.zeros((len(ids), 0), np.float32)
+        top = np.zeros((len(ids), 0, count))
+        chunks = [(none, top.astype(np.int32), top.astype(np.float32))]
+    arrays = [np.concatenate(parts, axis=1) for parts in zip(*chunks, strict=True)]
+    return [
+        TokenScores(*(array[row, : length - 1] for array in arrays))
+        for row, length in enumerate(lengths)
+    ]
 
 
-@jit_steps(static_argnames="config", donate_argnames="cache")
+@jit_steps(static_argnames=("config", "count"), donate_argnames="cache")
 def _score_chunk(
     model: Model,
     cache: Cache,
@@ -87,24 +123,34 @@ def _score_chunk(
     positions: Array,
     following: Array,
     config: StepConfig,
-) -> tuple[Cache, Array]:
-    """Append ``tokens [B, T]``; log-probabilities ``[B, T]`` of the tokens that follow them."""
+    count: int,
+) -> tuple[Cache, tuple[Array, Array, Array]]:
+    """Append ``tokens [B, T]``; returns the arrays of `TokenScores`, ``[B, T, ...]``.
+
+    ``following [B, T]``: the tokens after them.
+    """
 
     def piece(model, cache, tokens, positions, following):
         with config.of_target():
             attend = DenseAttend(positions)
             hidden, cache = model(tokens, positions, attend, cache)
             logits = model.logits(hidden).astype(jnp.float32)
-        return cache, _log_probabilities(logits, following, vocabulary_axes(model))
+        return cache, _log_probabilities(logits, following, count, vocabulary_axes(model))
 
-    like = cache, jnp.zeros(tokens.shape, jnp.float32)
+    top = jnp.zeros((*tokens.shape, count))
+    like = cache, (jnp.zeros(tokens.shape), top.astype(jnp.int32), top)
     arguments = (model, cache, tokens, positions, following)
     return on_mesh_of(model, config, piece, *arguments, like=like)
 
 
-def _log_probabilities(logits: Array, tokens: Array, axes: Axes | None) -> Array:
-    """Of ``tokens [B, T]`` by ``logits [B, T, V]``; ``axes``: over which the latter are sharded."""
+def _log_probabilities(
+    logits: Array, tokens: Array, count: int, axes: Axes | None
+) -> tuple[Array, Array, Array]:
+    """The arrays of `TokenScores` by ``logits [B, T, V]``, sharded over ``axes``."""
     vocabulary = Vocabulary(logits.shape[-1], axes)
     highest = vocabulary.max(logits.max(axis=-1))
     total = vocabulary.sum(jnp.exp(logits - highest[..., None]).sum(axis=-1))
-    return vocabulary.of_tokens(logits, tokens) - highest - jnp.log(total)
+    log_total = jnp.log(total)
+    top, top_tokens = vocabulary.top(logits, count)
+    chosen = vocabulary.of_tokens(logits, tokens) - highest - log_total
+    return chosen, top_tokens, top - highest[..., None] - log_total[..., None]

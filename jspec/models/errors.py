@@ -10,6 +10,10 @@ class CheckpointError(ValueError):
     """A model directory or one of its files is missing, malformed or of another shape."""
 
 
+class ChatTemplateError(ValueError):
+    """A chat template is malformed, refuses the messages, or makes too much of them."""
+
+
 def quoted(value: Any, limit: int = 80) -> str:
     """``value`` as Python writes it, on one line of at most ``limit`` characters.
 

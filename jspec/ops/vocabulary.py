@@ -95,6 +95,27 @@ class Vocabulary:
         index = jnp.where(inside, local, 0)[..., None]
         return self.sum(jnp.where(inside, jnp.take_along_axis(x, index, axis=-1)[..., 0], 0))
 
+    def top(self, x: Array, count: int) -> tuple[Array, Array]:
+        """The ``count`` largest of ``x [..., size]`` over all shards, and their token ids, int32.
+
+        Both are ``[..., count]``, the largest first.
+        """
+        if not count:
+            none = jnp.zeros((*x.shape[:-1], 0), x.dtype)
+            return none, none.astype(jnp.int32)
+        values, index = lax.top_k(x, min(count, self.size))
+        tokens = index + self._start
+        if self.axis is None:
+            return values, tokens
+        values, tokens = (
+            lax.all_gather(array, self.axis, axis=x.ndim - 1, tiled=True)
+            for array in (values, tokens)
+        )
+        values, index = lax.top_k(values, count)
+        tokens = jnp.take_along_axis(tokens, index, axis=-1)
+        # All shards have the same values: the maximum tells shard_map so.
+        return self.max(values), self.max(tokens)
+
     def _local(self, tokens: Array) -> tuple[Array, Array]:
         """The indices of ``tokens`` in this shard, and whether they are on it."""
         local = tokens - self._start

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.decode.score import score_tokens
+from jspec.decode.score import score_tokens, score_top_tokens
 from tests.decode.common import full_logits, prompts
 
 
@@ -17,6 +17,16 @@ def test_log_probabilities_are_those_of_a_full_pass(tiny):
         expected = np.asarray(law)[np.arange(len(text) - 1), text[1:]]
         assert ours.dtype == np.float32
         np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def test_the_likeliest_tokens_are_those_of_a_full_pass(tiny):
+    texts = prompts((70, 1, 9))
+    for text, ours in zip(texts, score_top_tokens(tiny, texts, 5), strict=True):
+        law = np.asarray(jax.nn.log_softmax(full_logits(tiny, jnp.asarray([text])))[0])[:-1]
+        tokens = np.argsort(-law, axis=-1, kind="stable")[:, :5]
+        np.testing.assert_array_equal(ours.top_tokens, tokens)
+        expected = np.take_along_axis(law, tokens, axis=-1)
+        np.testing.assert_allclose(ours.top_logprobs, expected, atol=2e-5)
 
 
 def test_a_text_may_fill_the_context(tiny):

@@ -74,6 +74,15 @@ def test_log_probabilities_are_those_of_one_device(make, axes, monkeypatch):
         assert 0 < max(sums) < len(texts) * scoring.CHUNK * widest
 
 
+def test_the_likeliest_tokens_are_those_of_one_device():
+    model, texts = gqa(), prompts((9, 5))
+    sharded = helix.shard(model, helix.HelixConfig(kvp=2, tpa=2, block=4))
+    ours, theirs = (scoring.score_top_tokens(m, texts, 40) for m in (sharded, model))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one.top_tokens, other.top_tokens)
+        np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, rtol=0, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_vocabulary_that_does_not_divide_is_whole(tiny):
     """41 tokens on two devices."""

@@ -104,6 +104,7 @@ THINKING = """\
 """
 USER = {"role": "user", "content": "  Wie spät ist es? <|end|> 你好\n"}
 CALL = {"function": {"name": "time", "arguments": {"zone": "Zürich", "at": [1, None, True]}}}
+NOTHING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TALKS = {
     "user": [USER],
     "system": [{"role": "system", "content": "Be brief.\n"}, USER],
@@ -153,5 +154,54 @@ def test_the_same_ids(both, talk, settings, generation_prompt):
     )
     template = load_chat_template(path)
     assert template is not None
-    text = template.render(talk, generation_prompt=generation_prompt, **settings)
+    text = template.render(talk, add_generation_prompt=generation_prompt, **settings)
     assert load_tokenizer(path).encode(text, special=False) == expected
+
+
+@pytest.mark.parametrize("talk", TALKS.values(), ids=TALKS)
+def test_the_last_message_is_continued_as_there(both, talk):
+    theirs, path = both
+    template = load_chat_template(path)
+    assert template is not None
+    for last in (talk[-1], {"role": "assistant", "content": "It is "}):
+        whole = [*talk[:-1], last]
+        try:
+            expected = theirs.apply_chat_template(
+                whole, continue_final_message=True, tokenize=False
+            )
+        except Exception:
+            with pytest.raises(ValueError, match="template"):
+                template.render(whole, continue_final_message=True)
+        else:
+            assert template.render(whole, continue_final_message=True) == expected
+
+
+def test_no_content_writes_nothing_as_there(both):
+    theirs, path = both
+    template = load_chat_template(path)
+    assert template is not None
+    talk = [USER, NOTHING, {"role": "tool", "content": "9"}]
+    for settings in ({}, {"tools": SETTINGS["tools"]["tools"]}):
+        try:
+            expected = theirs.apply_chat_template(
+                talk, add_generation_prompt=True, tokenize=False, **settings
+            )
+        except Exception:
+            with pytest.raises(ValueError, match="refuses the messages"):
+                template.render(talk, **settings)
+        else:
+            assert template.render(talk, **settings) == expected
+
+
+def test_templates_with_names_are_chosen_as_there(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    named = {"default": "D{{ messages|length }}", "tool_use": "T{{ tools|tojson }}", "rag": "R"}
+    backend = Tokenizer(models.BPE({"a": 0}, []))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=named)
+    theirs.save_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    template = load_chat_template(tmp_path)
+    assert template is not None
+    for settings in ({}, SETTINGS["tools"], {"chat_template": "rag"}, {"chat_template": "{{ 1 }}"}):
+        expected = theirs.apply_chat_template([USER], tokenize=False, **settings)
+        assert template.render([USER], **settings) == expected

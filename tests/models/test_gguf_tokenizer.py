@@ -140,9 +140,8 @@ SENTENCEPIECE = {"model": "llama", "tokens": ["<unk>", "<s>", "</s>", "a"], "sco
         ({"model": "gpt2"}, "merges must be a list of strings"),
         ({"model": "gpt2", "merges": ["a b"]}, "not a tokenizer"),
         ({"model": "gpt2", "merges": ["ab"]}, "not a tokenizer"),
-        ({"chat_template": "{% x"}, "no chat template"),
         ({"chat_template": 3}, "chat_template'=3 must be a string"),
-        ({"chat_template": "a" * (1 << 20) + "b"}, "chat_template has over"),
+        ({"chat_template": "a" * (1 << 20) + "b"}, "a string of at most 1048576 characters"),
     ],
 )
 def test_malformed_tokenizers_are_refused(tmp_path, fields, reason):
