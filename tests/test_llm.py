@@ -184,7 +184,8 @@ def test_prompts_have_the_forms_of_vllm(llm, plain):
     for form in forms:
         assert [c.tokens for c in llm.generate(form, SHORT)] == [plain]
     assert [c.tokens for c in llm.generate(forms, SHORT)] == [plain] * len(forms)
-    assert [c.tokens for c in llm.generate(np.asarray([ids, ids]), SHORT)] == [plain] * 2
+    for rows in (np.asarray([ids, ids]), jnp.asarray([ids, ids])):
+        assert [c.tokens for c in llm.generate(rows, SHORT)] == [plain] * 2
     for form in forms:
         assert "".join(llm.stream(form, SHORT)) == llm.tokenizer.decode(plain)
 

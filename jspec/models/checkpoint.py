@@ -19,7 +19,7 @@ from flax import nnx
 from jspec.config import ModelConfig
 from jspec.models import mxfp4_experts, saved
 from jspec.models.decoder import Decoder
-from jspec.models.end_tokens import end_tokens
+from jspec.models.end_tokens import end_tokens, generation_end_tokens
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
 from jspec.models.files import read_json
@@ -144,8 +144,11 @@ def _load_hugging_face(
 
 def _load_gguf(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
     weights = GGUFWeights(path)
-    skeleton = _Skeleton(weights.config, dtype)
-    weights.check(separate_shapes(weights.config, skeleton.shapes))
+    config = weights.config
+    of_directory = generation_end_tokens(path.parent, config.vocab_size)
+    ends = tuple(dict.fromkeys((*config.stop_tokens, *of_directory)))
+    skeleton = _Skeleton(dataclasses.replace(config, stop_tokens=ends), dtype)
+    weights.check(separate_shapes(config, skeleton.shapes))
     return _filled(skeleton, path, sharding, weights.read)
 
 

@@ -28,9 +28,7 @@ def end_tokens(directory: Path, of_config: tuple[int, ...], vocab_size: int) -> 
     Raises:
         CheckpointError: one of the files is malformed.
     """
-    ends = list(of_config)
-    if (file := directory / GENERATION).is_file():
-        ends += Fields(read_json(file), str(file)).tokens("eos_token_id", vocab_size)
+    ends = [*of_config, *generation_end_tokens(directory, vocab_size)]
     eos = _eos_token(directory)
     if eos is not None and eos < vocab_size:
         ends.append(eos)
@@ -41,6 +39,13 @@ def end_tokens(directory: Path, of_config: tuple[int, ...], vocab_size: int) -> 
             stacklevel=2,
         )
     return tuple(dict.fromkeys(ends))
+
+
+def generation_end_tokens(directory: Path, vocab_size: int) -> tuple[int, ...]:
+    """Those of generation_config.json in ``directory``; none without the file."""
+    file = directory / GENERATION
+    fields = Fields(read_json(file) if file.is_file() else {}, str(file))
+    return fields.tokens("eos_token_id", vocab_size)
 
 
 def _eos_token(directory: Path) -> int | None:

@@ -46,7 +46,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Prompt | Sequence[Prompt]) -> 
     """
     if isinstance(prompts, str | bytes | Mapping) or _is_ids(prompts):
         return [encode_prompt(tokenizer, prompts)]
-    if isinstance(prompts, set | frozenset) or not isinstance(prompts, Sequence | np.ndarray):
+    if not isinstance(prompts, Sequence) and getattr(prompts, "ndim", 0) != 2:
         raise TypeError(f"prompts={shown(prompts)} are no prompts; {_WAY_OUT}")
     return [encode_prompt(tokenizer, prompt) for prompt in prompts]
 

@@ -64,7 +64,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         of = getattr(method, "__self__", None)
         if isinstance(of, str | bytes | int):
-            check_call(method.__name__, (of, *args), kwargs)
+            _check_call(method.__name__, (of, *args), kwargs)
         return super().call(context, obj, *args, **kwargs)
 
     def concatenated(self, values: Iterable[Any]) -> str:
@@ -78,7 +78,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return _Buffer()
 
 
-def check_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise where a filter or a method would make more than `SIZE_LIMIT` characters of ``args``.
 
     The first of ``args`` is what it is applied to.
@@ -148,7 +148,7 @@ def _bounded(name: str, used: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(used)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check_call(name, args[1:] if takes_context else args, kwargs)
+        _check_call(name, args[1:] if takes_context else args, kwargs)
         return used(*args, **kwargs)
 
     return checked
@@ -162,7 +162,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is: Jinja's own filter writes it for HTML."""
-    check_call("indent", (value, indent), {})
+    _check_call("indent", (value, indent), {})
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

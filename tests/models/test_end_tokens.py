@@ -90,6 +90,14 @@ def test_a_gguf_file_names_ids_outside_its_vocabulary(tmp_path):
     assert model.config.stop_tokens == (1,)
 
 
+def test_a_gguf_file_in_a_directory_with_a_generation_config(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", "qwen2")
+    (ends,) = load_model(path).config.stop_tokens
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, ends]}))
+    assert load_model(path).config.stop_tokens == (ends, 5)
+    assert load_model(tmp_path).config.stop_tokens == (ends, 5)
+
+
 def test_a_gguf_file_without_tokens_names_none(tmp_path):
     for none in (2**32 - 1,):
         path = write_gguf(tmp_path / "m.gguf", "qwen2", **{"tokenizer.ggml.eos_token_id": none})
