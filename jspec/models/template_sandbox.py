@@ -98,7 +98,8 @@ def _check_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     elif name in _PADDING and any(isinstance(v, int) and v > WIDTH_LIMIT for v in rest):
         _raise(f"{name} pads to over {WIDTH_LIMIT}")
     elif name in ("expandtabs", "indent") and isinstance(text, str):
-        size += text.count("\t" if name == "expandtabs" else "\n") * WIDTH_LIMIT
+        widths = [v if isinstance(v, int) else len(v) for v in rest if isinstance(v, int | str)]
+        size += text.count("\t" if name == "expandtabs" else "\n") * max(widths, default=8)
     elif name == "to_bytes":
         size += max((v for v in rest if isinstance(v, int)), default=0)
     _check(size)
