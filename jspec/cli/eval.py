@@ -33,10 +33,14 @@ MAX_COLUMNS = 6  # tasks
 Asking = tuple[str, Budget, Policy]  # a policy's name with its settings, and its budget
 # Tasks that jspec generates, by the name of the collection; others are files.
 TASKS = {"ruler": tuple(ruler.TASKS), "ruler-bytes": ruler_bytes.TASKS}
+# The flags that each reads, and that a file reads.
+FLAGS = {"ruler": ("only", "qa", "chat"), "ruler-bytes": ("only",)}
+FILE_FLAGS = ("metric", "max_new_tokens", "chat")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
+    _check_flags(arguments)
     runs = _runs(arguments)
     user_questions = None if arguments.tasks in TASKS else _read(arguments)
     documents = dict(map(read_documents, arguments.qa))
@@ -56,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     runs = [(name, budget, with_hashes(policy, path)) for name, budget, policy in runs]
     template = _template(path) if arguments.chat else None
     if user_questions is not None:
-        room = arguments.max_new_tokens
-        sizes = (arguments.length, room)
+        sizes = (arguments.length, arguments.max_new_tokens)
         questions = tokenized_questions(tokenizer, user_questions, *sizes, template)
     else:
         questions = _generated(arguments, tokenizer, tasks, documents, template)
@@ -85,11 +88,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Refuse flags that the tasks do not read."""
+    reads = FLAGS.get(arguments.tasks, FILE_FLAGS)
+    for flag in ("only", "qa", *FILE_FLAGS):
+        if flag not in reads and getattr(arguments, flag):
+            raise ValueError(f"--{flag.replace('_', '-')} does not go with {arguments.tasks}")
+
+
 def _runs(arguments: argparse.Namespace) -> list[Asking]:
     """Every policy with every budget, checked before a model is loaded."""
     names = arguments.policy or ["dense"]
-    if arguments.length < 1 or arguments.batch < 1 or arguments.examples < 1:
-        raise ValueError("--length, --batch and --examples must be at least 1")
+    for flag in ("length", "batch", "examples", "max_new_tokens"):
+        value = getattr(arguments, flag)
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {value} must be at least 1")
     budgets = [_budget(text) for text in arguments.budget] or [None]
     if arguments.budget and all(name == "dense" for name in names):
         raise ValueError("--budget goes with a --policy that has one; dense reads all there is")
@@ -116,9 +129,6 @@ def _budget(text: str) -> int | float:
 
 def _read(arguments: argparse.Namespace) -> list[Question]:
     """The questions of a file, scored by ``--metric`` where that is named."""
-    for name, value in (("--only", arguments.only), ("--qa", arguments.qa)):
-        if value:
-            raise ValueError(f"{name} goes with {' or '.join(TASKS)}, not with a file")
     questions = read_questions(arguments.tasks)
     if arguments.metric is None:
         return questions

@@ -308,7 +308,11 @@ def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
         (["ruler", "--length", "0"], "must be at least 1"),
         (["ruler-bytes", "--length", "1000"], "are too few for a question; the shortest takes 10"),
         (["no/such.jsonl"], "no/such.jsonl"),
-        (["no/such.jsonl", "--only", "vt"], "--only goes with ruler or ruler-bytes"),
+        (["x.jsonl", "--only", "vt"], "--only does not go with x.jsonl"),
+        (["x.jsonl", "--qa", "x.json"], "--qa does not go with x.jsonl"),
+        (["ruler", "--metric", "f1"], "--metric does not go with ruler"),
+        (["ruler-bytes", "--chat"], "--chat does not go with ruler-bytes"),
+        (["x.jsonl", "--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
         (["ruler", "--only", "qa_1"], "qa_1 needs --qa with the file of SQuAD"),
         (
             ["ruler", "--policy", "dense", "--policy", "quest", "--heatmap", "x.png"],
