@@ -38,21 +38,19 @@ def arguments(counts, inputs, outputs, share, has) -> tuple[Any, dict[str, Any]]
     columns = (2, outputs) if "gated" in has else (outputs,)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        return rng.standard_normal(shape).astype(jnp.bfloat16)
 
     codes = rng.integers(0, 256, (groups, *columns, inputs // 2), np.uint8)
     scales = rng.integers(118, 123, (groups, *columns, inputs // 32), np.uint8)
-    kernel = MXFP4(jnp.asarray(codes), jnp.asarray(scales), leading=1)
-    starts = jnp.asarray(np.cumsum([0, *counts]), jnp.int32)
-    gather_indices, scatter_indices = (
-        jnp.asarray(rng.permutation(rows), jnp.int32) for _ in range(2)
-    )
+    kernel = MXFP4(codes, scales, leading=1)
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    gather_indices, scatter_indices = (rng.permutation(rows).astype(np.int32) for _ in range(2))
     named = {
         "bias": normal(groups, *columns),
         "gather_indices": gather_indices,
         "scatter_indices": scatter_indices,
-        "norm": RMS(1 + normal(inputs) / 8),
-        "weights": jnp.asarray(rng.random(rows), jnp.float32),
+        "norm": RMS((1 + np.float32(normal(inputs)) / 8).astype(jnp.bfloat16)),
+        "weights": rng.random(rows).astype(np.float32),
     }
     arrays = (array if name in has else None for name, array in named.items())
     settings = {
@@ -60,7 +58,7 @@ def arguments(counts, inputs, outputs, share, has) -> tuple[Any, dict[str, Any]]
         "clamped": ClampedSwiGLU(limit=1.5) if "clamped" in has else None,
         "dtype": jnp.dtype("float32" if "wide" in has else "bfloat16"),
     }
-    return (normal(rows // share, inputs), kernel, starts, *arrays), settings
+    return jax.device_put((normal(rows // share, inputs), kernel, starts, *arrays)), settings
 
 
 def in_double(arrays, *, gated, clamped, dtype):

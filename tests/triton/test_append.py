@@ -17,25 +17,24 @@ from tests.triton.lowering import lower
 REFERENCE = OPERATION.backend("xla").run
 
 
-def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True, cache_dtype=None):
+def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True):
     """Random ones, with slots in no order and one of them out of the cache."""
-    rng = np.random.default_rng(batch * tokens + size)
+    rng, dtype = np.random.default_rng(batch * tokens + size), jnp.dtype(dtype)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+        return rng.standard_normal(shape, np.float32).astype(dtype)
 
     group = heads // kv_heads
     joined = normal(batch, tokens, kv_heads, group * size + size + value)
-    q, k, v = jnp.split(joined, [group * size, group * size + size], axis=-1)
-    angle = jnp.asarray(rng.standard_normal((batch, tokens, 1, size // 2), np.float32))
+    q, k, v = np.split(joined, [group * size, group * size + size], axis=-1)
+    angle = rng.standard_normal((batch, tokens, 1, size // 2), np.float32)
     norms = (RMS(normal(size)), RMS(normal(size), 1e-5)) if normed else (None, None)
     slots = np.stack([rng.permutation(24)[:tokens] for _ in range(batch)]).astype(np.int32)
     slots[0, -1] = 24
-    keys, values = (
-        normal(batch, 24, kv_heads, n).astype(cache_dtype or dtype) for n in (size, value)
-    )
-    qk_rope = QKRope(jnp.cos(angle), jnp.sin(angle), *norms, joined)
-    return q.reshape(batch, tokens, heads, size), k, v, qk_rope, keys, values, jnp.asarray(slots)
+    keys, values = (normal(batch, 24, kv_heads, n) for n in (size, value))
+    qk_rope = QKRope(np.cos(angle), np.sin(angle), *norms, joined)
+    q = q.reshape(batch, tokens, heads, size)
+    return jax.device_put((q, k, v, qk_rope, keys, values, slots))
 
 
 CASES = {

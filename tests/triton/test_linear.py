@@ -28,7 +28,8 @@ def arguments(rows, inputs, outputs, dtype, *options, drawn=True):
     def normal(*shape, scale=1.0):
         if not drawn:
             return jax.ShapeDtypeStruct(shape, dtype)
-        return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
+        x = scale * rng.standard_normal(shape, np.float32)
+        return jax.device_put(x.astype(jnp.dtype(dtype)))
 
     gated, transposed = "gated" in options, "transposed" in options
     every = (2, outputs) if gated else (outputs,)
