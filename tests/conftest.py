@@ -126,7 +126,7 @@ def _clear_programs():
     PROGRAMS.clear()
     modules = [module for name, module in sys.modules.items() if name.startswith(TRACED_AGAIN)]
     for value in (value for module in modules for value in vars(module).values()):
-        if isinstance(value, jax.stages.Wrapped):
+        if hasattr(type(value), "clear_cache"):  # a jitted function
             value.clear_cache()
     if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
