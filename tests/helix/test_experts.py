@@ -30,7 +30,7 @@ EVERY = [
 def mixture(shared_size: int | None, favoured: int | None) -> MixtureOfExperts:
     """24 experts of 24 channels; with ``favoured``, every token takes that one and its like."""
     settings = Experts(24, 3, 24, shared_size, score="sigmoid", corrected=True, normalized=True)
-    made = jax.jit(lambda: MixtureOfExperts(WIDTH, settings, dtype=jnp.float32, rngs=nnx.Rngs(0)))()
+    made = MixtureOfExperts(WIDTH, settings, dtype=jnp.float32, rngs=nnx.Rngs(0))
     near = np.arange(24) - (0 if favoured is None else favoured)
     correction = 0 * near if favoured is None else np.where((near >= 0) & (near < 3), 9.0, 0.0)
     made.router.correction = nnx.Param(jax.device_put(correction.astype(np.float32)))
