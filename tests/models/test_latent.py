@@ -43,7 +43,7 @@ def test_settings_of_v2():
     )
     assert config.latent == Latent(24, 8, 12, 16)
     assert config.layers == (LayerSpec(1, 32, 24, values_in_keys=True, scale=20**-0.5),) * 2
-    expected = Experts(8, 3, 12, 12, (0,), groups=4, chosen_groups=2, factor=1.7)
+    expected = Experts(8, 3, 12, 12, dense_layers=(0,), groups=4, chosen_groups=2, factor=1.7)
     assert config.experts == expected
     one_group = model_config({**V2, "n_group": 4, "topk_group": 2})
     assert one_group.experts == dataclasses.replace(expected, groups=1, chosen_groups=1)
@@ -55,7 +55,12 @@ def test_settings_of_v3():
     temperature = 0.1 * V3["rope_parameters"]["mscale_all_dim"] * np.log(4.0) + 1
     np.testing.assert_allclose(config.layers[0].scale, 20**-0.5 * temperature**2)
     assert config.experts == Experts(
-        *(8, 3, 12, 24, (0,), "sigmoid", 4, 2, "two_highest"),
+        *(8, 3, 12, 24),
+        dense_layers=(0,),
+        score="sigmoid",
+        groups=4,
+        chosen_groups=2,
+        group_score="two_highest",
         corrected=True,
         normalized=True,
         factor=1.7,
