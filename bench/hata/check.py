@@ -1,4 +1,4 @@
-"""Checks a layer: its selection by the policy's scores, its output by brute force."""
+"""Checks a layer: its selection by the policy's scores, its output by attention over that."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from bench.caches import TOLERANCE
 from bench.hata.workload import Token
+from bench.program import AUTOTUNING_OFF
 from jspec.cache import Cache
 from jspec.dispatch import use_backends
-from jspec.ops import operations
+from jspec.ops import gathered_attention, operations
 from jspec.policies import MagicPIG, Policy, ScoredPolicy
 from jspec.policies.budgeted import touched, whole_pages
 from jspec.policies.policy import HashEncoder
@@ -25,7 +26,8 @@ ROUGH = 2e-2
 # float32 sums in another order differ by less. That bit of a code moves all scores by one.
 UNSURE = 1e-5
 REFERENCE = {x.name: "xla" for x in operations() if "xla" in x.backends}
-Exact = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+Exact = partial(jax.jit, compiler_options=AUTOTUNING_OFF)
+_ATTENDED = Exact(partial(gathered_attention, implementation="xla"))
 
 
 def is_right(policy: Policy, policy_params: Any, cache: Cache, token: Token, outputs: Any) -> bool:
@@ -41,42 +43,14 @@ def is_right(policy: Policy, policy_params: Any, cache: Cache, token: Token, out
         return False
     selection = policy.select(policy_params, 0, cache, q, token.context_len)
     weights = None if selection.log_weights is None else selection.log_weights(q)
-    keys_values = cache.keys(0), cache.values(0)
-    expected = np.asarray(attended(q, *keys_values, chosen, token.context_len, weights))
+    newest = token.context_len[:, None]
+    arguments = q, cache.keys(0), cache.values(0), newest, chosen, newest, token.context_len
+    with jax.default_matmul_precision("highest"):
+        expected, _ = _ATTENDED(*arguments, log_weights=weights)
+    expected = np.asarray(expected, np.float32)
     error = np.linalg.norm(np.asarray(out, np.float32) - expected, axis=-1)
     near = error <= TOLERANCE * np.linalg.norm(expected, axis=-1)
     return bool(near.all()) and _written(policy, policy_params, cache, token.context_len, k, v)
-
-
-@Exact
-def attended(
-    q: Array,
-    keys: Array,
-    values: Array,
-    chosen: Array,
-    context_len: Array,
-    log_weights: Array | None = None,
-) -> Array:
-    """Attention of ``q [B, 1, N, H]`` over positions ``chosen [B, n]`` or ``[B, K, n]``, -1 for
-    none, and ``context_len [B]``: a softmax in float32 over copies of their keys and values.
-
-    ``log_weights [B, 1, N, n]`` are added to the scores of the chosen ones.
-    """
-    batch, _, query_heads, size = q.shape
-    kv_heads = keys.shape[2]
-    if chosen.ndim == 2:
-        chosen = jnp.broadcast_to(chosen[:, None], (batch, kv_heads, chosen.shape[1]))
-    newest = jnp.broadcast_to(context_len[:, None, None], (batch, kv_heads, 1))
-    slots = jnp.concatenate([chosen, newest], axis=2)
-    index = jnp.maximum(jnp.swapaxes(slots, 1, 2), 0)[..., None]
-    k, v = (jnp.take_along_axis(x, index, axis=1).astype(jnp.float32) for x in (keys, values))
-    grouped = q.reshape(batch, kv_heads, -1, size).astype(jnp.float32) * size**-0.5
-    scores = jnp.einsum("bkgh,bskh->bkgs", grouped, k, precision="highest")
-    if log_weights is not None:
-        scores = scores.at[..., :-1].add(log_weights.reshape(*scores.shape[:3], -1))
-    weights = jax.nn.softmax(jnp.where(slots[:, :, None] >= 0, scores, -jnp.inf), axis=-1)
-    out = jnp.einsum("bkgs,bskh->bkgh", weights, v, precision="highest")
-    return out.reshape(batch, 1, query_heads, -1)
 
 
 def selects(

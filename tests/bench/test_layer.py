@@ -69,18 +69,6 @@ def test_positions_without_a_score_are_not_to_be_selected():
     assert not check.is_right(policy, params, cache, new, (out, faulty))
 
 
-def test_brute_force_is_softmax_over_the_selected(made):
-    _, _, cache, (_, chosen) = made[0]["hata"]
-    q, context_len = made[1].parts()[0], made[1].context_len
-    out = check.attended(q, cache.keys(0), cache.values(0), chosen, context_len)
-    keys, values, q = (np.asarray(x, np.float64) for x in (cache.keys(0), cache.values(0), q))
-    for head in range(4):
-        slots = [*np.asarray(chosen[1, head // 2]).tolist(), 255]
-        weights = np.exp(keys[1, slots, head // 2] @ q[1, 0, head] / 4)
-        want = weights / weights.sum() @ values[1, slots, head // 2]
-        np.testing.assert_allclose(out[1, 0, head], want, rtol=1e-4, atol=1e-5)
-
-
 def test_bytes_are_what_is_scored_and_what_is_read():
     case = layer.BENCHMARK.case("B=8,S=32K")
     result = {name: workload.needed(p, case) for name, p in workload.policies(case).items()}
