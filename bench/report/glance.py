@@ -74,22 +74,6 @@ def _fastest_rival(rows: dict[str, Row], measured: float) -> Iterator[str]:
         yield f"{speed}, {number(rivals[name])} us"
 
 
-def _points(*points: Point) -> Callable[[Result], Iterator[Line]]:
-    def lines(result: Result) -> Iterator[Line]:
-        for point in points:
-            yield from point.lines(result)
-
-    return lines
-
-
-def _chained(*functions: Callable[[Result], Iterator[Line]]) -> Callable[[Result], Iterator[Line]]:
-    def lines(result: Result) -> Iterator[Line]:
-        for function in functions:
-            yield from function(result)
-
-    return lines
-
-
 def _layer(result: Result) -> Iterator[Line]:
     """HATA's layer over the fastest dense attention."""
     for group in layers.groups(result["rows"])[:1]:
@@ -229,28 +213,34 @@ def _served(result: Result) -> Iterator[Line]:
 VERIFY = {"B": 32, "alpha": 0.9, "l2": "warm"}
 SAMPLE = {"B": 32, "V": 128256, "l2": "cold"}
 HEADS = {"heads": "32/8", "H": 128}
-VERIFICATION = _points(
-    Point("verify_greedy", {"gamma": 128} | VERIFY),
-    Point("verify_and_pack", {"gamma": 128, "D": 2048} | VERIFY | {"l2": "cold"}, "copy"),
-    Point("verify_stochastic", {"draft": "logits"} | SAMPLE, "read"),
+VERIFICATION = (
+    Point("verify_greedy", {"gamma": 128} | VERIFY).lines,
+    Point("verify_and_pack", {"gamma": 128, "D": 2048} | VERIFY | {"l2": "cold"}, "copy").lines,
+    Point("verify_stochastic", {"draft": "logits"} | SAMPLE, "read").lines,
 )
-ATTENTION = _points(
-    *(Point("attention", {"B": 4, "S": 131072, "T": tokens} | HEADS, "read") for tokens in (1, 10)),
-    Point("gathered_attention", {"B": 8, "S": 131072, "n": 8192, "T": 1} | HEADS, "read"),
-    Point("select", {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"}),
+ATTENTION = (
+    Point("attention", {"B": 4, "S": 131072, "T": 1} | HEADS, "read").lines,
+    Point("attention", {"B": 4, "S": 131072, "T": 10} | HEADS, "read").lines,
+    Point("gathered_attention", {"B": 8, "S": 131072, "n": 8192, "T": 1} | HEADS, "read").lines,
+    Point("select", {"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"}).lines,
 )
-LINES: dict[str, Callable[[Result], Iterator[Line]]] = {
-    "real": real.lines,
+LINES: dict[str, tuple[Callable[[Result], Iterator[Line]], ...]] = {
+    "real": (real.lines,),
     **dict.fromkeys(("verify", "pack", "fused", "sampling"), VERIFICATION),
     **dict.fromkeys(("attention", "gather", "select"), ATTENTION),
-    **dict.fromkeys(("hata", "hata-layer"), _layer),
-    "hata-off": _host,
-    **dict.fromkeys(("quality", "ruler", "parity"), _chained(_quality, _exact)),
-    **dict.fromkeys(("decode", "hata-e2e", "throughput"), _steps),
-    **dict.fromkeys(("helix", "helix-attention", "helix-step"), _chained(_meshes, _mesh_steps)),
-    "step": _decoding,
-    "serving": _served,
+    **dict.fromkeys(("hata", "hata-layer"), (_layer,)),
+    "hata-off": (_host,),
+    **dict.fromkeys(("quality", "ruler", "parity"), (_quality, _exact)),
+    **dict.fromkeys(("decode", "hata-e2e", "throughput"), (_steps,)),
+    **dict.fromkeys(("helix", "helix-attention", "helix-step"), (_meshes, _mesh_steps)),
+    "step": (_decoding,),
+    "serving": (_served,),
 }
+
+
+def lines_of(suite: str, result: Result) -> list[Line]:
+    """What the table shows of a suite's result."""
+    return [line for lines in LINES.get(suite, ()) for line in lines(result)]
 
 
 PREFERRED = {"select": "cub"}  # the run with the fastest rivals, where it is not the first
@@ -268,8 +258,7 @@ def tables_of(runs: Sequence[Run], titles: Mapping[str, str]) -> Iterator[str]:
         for suite, title in titles.items():
             of_suite = [run for run in runs if (run.device, run.suite) == (device, suite)]
             of_suite.sort(key=lambda run: run.name != PREFERRED.get(suite, run.name))
-            lines = LINES[suite](of_suite[0].result) if of_suite and suite in LINES else ()
-            for line in lines:
+            for line in lines_of(suite, of_suite[0].result) if of_suite else ():
                 link = "" if title in before else f"[{title}](#{anchor(title)})"
                 rows.append((link, *line))
                 before.add(title)

@@ -30,10 +30,10 @@ def test_a_point_is_what_none_takes_beside_the_ceiling_and_the_fastest_rival():
     ]
     # 2**29 bytes in 100 us, where 2**30 take 160: 0.8 of the ceiling.
     result = {"suite": "attention", "rows": rows, "ceilings": [reading(160e-6)]}
-    (line,) = glance.LINES["attention"](result)
+    (line,) = glance.lines_of("attention", result)
     compared = "80% of the read ceiling; 0.90x as fast as cuDNN, slower, 90.0 us"
     assert line == ("attention, B=4, S=128K, T=1, heads=32/8", "100 us", compared)
-    assert not list(glance.LINES["attention"](result | {"rows": rows[:1]}))
+    assert not list(glance.lines_of("attention", result | {"rows": rows[:1]}))
 
 
 def test_tokens_by_an_imposed_acceptance_stand_beside_plain_decoding_of_the_same_shape():
@@ -51,7 +51,9 @@ def test_tokens_by_an_imposed_acceptance_stand_beside_plain_decoding_of_the_same
         row("quest", 4, 400.0, checked=False),
         row("vegas", 8, 100.0),
     ]
-    (line,) = glance.LINES["decode"]({"rows": rows, "suite": "decode", "machine": {"device": "x"}})
+    (line,) = glance.lines_of(
+        "decode", {"rows": rows, "suite": "decode", "machine": {"device": "x"}}
+    )
     assert line[:2] == ("m, B=4, 8K tokens, vegas", "100 tokens/s")
     assert line[2] == "2.50x plain decoding; imposed acceptance (the paper's)"
 
@@ -63,7 +65,7 @@ def test_two_devices_stand_beside_one_of_the_same_shape():
         return {"operation": "attend", "case": fields, "step_ns": [1000 * microseconds] * 3}
 
     rows = [row(1, 100), row(2, 60), row(2, 50, part="read"), row(2, 70, S=2048)]
-    (line,) = glance.LINES["helix-attention"]({"rows": rows})
+    (line,) = glance.lines_of("helix-attention", {"rows": rows})
     assert line[1:] == ("60.0 us", "0.60 of the time of one device, the exchange included")
 
 
@@ -74,7 +76,7 @@ def test_a_step_by_helix_stands_beside_tensor_parallelism():
         return {"operation": "step", "case": fields, "step_ns": [1_000_000 * milliseconds] * 3}
 
     rows = [row(2, 1, 59), row(1, 2, 47), row(2, 1, 70, strategy="medha"), row(2, 1, 9, S=1024)]
-    (line,) = glance.LINES["helix-step"]({"rows": rows})
+    (line,) = glance.lines_of("helix-step", {"rows": rows})
     assert line[0] == "m, B=1, 1024K tokens, vegas, gamma=5, KVP=2"
     assert line[1] == "59.00 ms a step"
     assert line[2] == "0.80x as fast as tensor parallelism, slower, 47.00 ms"
@@ -87,7 +89,7 @@ def test_an_engine_stands_beside_itself_without_drafts():
 
     busy: dict[str, Any] = {"full_tokens_per_s": 90.0, "mean_accepted_length": 5.0, "step_s": 0.1}
     rows = [row("none", 10.0), row("ngram", 40.0, **busy), row("ngram", 9.0, load="50%")]
-    (drafted,) = glance.LINES["serving"]({"rows": rows})
+    (drafted,) = glance.lines_of("serving", {"rows": rows})
     assert drafted[1] == "40 tokens/s"
     assert drafted[2] == "4.00x as fast as without drafts; 0.90 of the rate of the steps alone"
 
