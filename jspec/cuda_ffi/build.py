@@ -65,7 +65,15 @@ def cache_folder() -> Path:
 
 
 def build_all(platforms: Sequence[str]) -> Iterator[tuple[str, str, Built | BuildError]]:
-    """Build every library of the platforms in parallel; yields each with its outcome."""
+    """Build the libraries of all subjects for each platform, in parallel.
+
+    Args:
+        platforms: "CUDA" or "cpu", or both.
+
+    Yields:
+        Platform, subject, and the library or the error that building it ended with. An error does
+        not stop the others.
+    """
     pairs = [(platform, subject) for platform in platforms for subject in SUBJECTS]
 
     def one(pair: tuple[str, str]) -> Built | BuildError:

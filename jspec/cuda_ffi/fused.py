@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jspec.cuda_ffi import library, pack, verify
-from jspec.cuda_ffi.pack import cut_for
+from jspec.cuda_ffi.pack import packing_cut
 from jspec.dispatch import Backend
 from jspec.ops.fused import fused_sizes
 from jspec.ops.packing import packed_like
@@ -36,7 +36,7 @@ def _run(*arguments: Array) -> tuple[Array, ...]:
     # Counting in each block spares a launch and the wait for it, and costs half of that for each
     # pass over the tokens: 8 warps take 512 positions in two passes where a row has fewer than 32,
     # and 32 rows in one where it has more.
-    cut = cut_for("verify_and_pack", fused_sizes(*arguments))
+    cut = packing_cut("verify_and_pack", fused_sizes(*arguments))
     return _pack("verify_and_pack", *arguments, **cut.attributes)
 
 

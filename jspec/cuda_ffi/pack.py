@@ -22,13 +22,13 @@ class Cut:
 
     Attributes:
         threads: of a block, a multiple of 32 up to 256.
-        eager: whether a block loads its rows before it knows whether they were accepted.
+        loads_early: whether a block loads its rows before it knows whether they were accepted.
         recounts: in the fused form, whether each block counts the accepted rows before its own
             itself; otherwise the ballot kernel runs first.
     """
 
     threads: int
-    eager: bool
+    loads_early: bool
     recounts: bool = False
 
     @property
@@ -36,20 +36,24 @@ class Cut:
         """The attributes of the handlers."""
         return {
             "threads": np.int32(self.threads),
-            "eager": np.bool_(self.eager),
+            "eager": np.bool_(self.loads_early),
             "recounts": np.bool_(self.recounts),
         }
 
 
-def cut_for(operation: str, sizes: Mapping[str, int]) -> Cut:
-    """How to divide packing rows of these sizes.
+def packing_cut(operation: str, sizes: Mapping[str, int]) -> Cut:
+    """How to divide the packing of KV rows of these sizes among the blocks of a GPU, as tuned.
 
-    Eager loads gain a little while there is little to load. With more, where few rows are accepted,
-    they cost the time to read the others.
+    A block that loads its rows before it knows whether they were accepted gains a little while
+    there is little to load. With more, it costs the time to read the rows that were rejected.
+
+    Args:
+        operation: ``"pack"``, or ``"verify_and_pack"`` for the fused form.
+        sizes: The operation's sizes by name; ``bytes``, of all KV rows, decides about early loads.
     """
-    block = tuned.block(operation, "cuda", sizes)
-    eager = sizes["bytes"] <= block.pop("eager_bytes")
-    return Cut(eager=eager, **block)
+    settings = tuned.block(operation, "cuda", sizes)
+    loads_early = sizes["bytes"] <= settings.pop("eager_bytes")
+    return Cut(loads_early=loads_early, **settings)
 
 
 MAX_ROWS = 2**31 - 2  # B and gamma: the handlers count them in int32
@@ -76,7 +80,7 @@ def _run(kv: Array, accepted: Array) -> tuple[Array, ...]:
         kv,
         accepted,
         vmap_method="sequential",
-        **cut_for("pack", kv_sizes(kv)).attributes,
+        **packing_cut("pack", kv_sizes(kv)).attributes,
     )
 
 

@@ -183,7 +183,7 @@ class Engine:
 
         def prefill_piece() -> Array:
             prefill.advance(row)
-            return prefill.mark(self._runner.state, row)
+            return prefill.completion_of(self._runner.state, row)
 
         with self._device_work():
             row = prefill.prefix(ids)

@@ -30,9 +30,9 @@ class MeshModel(Model, Protocol):
         ...
 
     def over_mesh(self, function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
-        """``function(*arguments)`` on every device.
+        """``function(*arguments)`` on every device, with its share of the arrays.
 
-        ``like``: arrays in the structure of its results.
+        ``like``: arrays in the structure of the results, which say how these are sharded.
         """
         ...
 

@@ -53,7 +53,7 @@ class Scheduler:
         if self._runner.free:
             return self.busy
         if self._incoming is not None:
-            return self.prefill.row.left > 0
+            return self.prefill.current_row.left > 0
         return bool(self._queue) and not self._is_short(next(iter(self._queue)))
 
     @property
@@ -79,41 +79,47 @@ class Scheduler:
         del self.prefill
 
     def prefill_prompts(self) -> Array:
-        """Prefill prompts up to the limit of a step; complete ones go into slots.
+        """Prefill prompts, up to the limit of tokens of a step; complete ones go into slots.
 
-        All of it runs after the running chunk. Returns an array that is ready when it is done.
+        The device does all of it after the chunk of decoding steps that is running.
+
+        Returns:
+            An array to wait for, which is ready when all of it is done.
         """
-        prefill, spent = self.prefill, 0
-        limit = prefill.chunk * min(MAX_PIECES, max(1, len(self._runner.free)))
-        is_long = self._incoming is not None and prefill.row.left > prefill.chunk
+        prefill, spent_tokens = self.prefill, 0
+        token_limit = prefill.chunk * min(MAX_PIECES, max(1, len(self._runner.free)))
+        is_long = self._incoming is not None and prefill.current_row.left > prefill.chunk
         if is_long and not self._was_overtaken:
-            spent = self._prefill_short(0, limit, overtaking=True)
-        self._was_overtaken = spent > 0
+            spent_tokens = self._prefill_short(0, token_limit, overtaking=True)
+        self._was_overtaken = spent_tokens > 0
         while True:
             if self._incoming is None:
-                spent = self._prefill_short(spent, limit)
+                spent_tokens = self._prefill_short(spent_tokens, token_limit)
                 if (request := self._begin_next()) is None:
                     break
             else:
                 request = self._incoming
-            while prefill.row.left > 0:
-                piece = prefill.piece_of(prefill.row)
-                if spent and spent + piece > limit:
+            while prefill.current_row.left > 0:
+                piece = prefill.piece_of(prefill.current_row)
+                # The first piece always fits: none has more than ``prefill.chunk`` tokens.
+                if spent_tokens + piece > token_limit:
                     break
-                spent += piece
-                prefill.advance(prefill.row)
-            if prefill.row.left > 0 or not self._runner.free:
+                spent_tokens += piece
+                prefill.advance(prefill.current_row)
+            if prefill.current_row.left > 0 or not self._runner.free:
                 break
             slot = self._runner.free[0]
             state = prefill.insert(self._runner.state, slot, request.params)
             self._fill(state, [slot], [request])
             self._incoming = None
-        return prefill.mark(self._runner.state, prefill.row)
+        return prefill.completion_of(self._runner.state, prefill.current_row)
 
-    def _prefill_short(self, spent: int, limit: int, *, overtaking: bool = False) -> int:
-        """Prefill the short prompts that are next in the queue, up to ``limit`` tokens of a step.
+    def _prefill_short(
+        self, spent_tokens: int, token_limit: int, *, overtaking: bool = False
+    ) -> int:
+        """Prefill the short prompts that are next in the queue, up to ``token_limit`` in all.
 
-        ``spent``: tokens of the step by now, padding included; returns those after it.
+        ``spent_tokens``: tokens of the step by now, padding included; returns those after it.
         ``overtaking``: whether they may overtake long ones in the queue.
         """
         choose = filter if overtaking else itertools.takewhile
@@ -123,15 +129,16 @@ class Scheduler:
             if not group:
                 break
             count, tokens = self.prefill.group([request.prompt_tokens for request in group])
-            if spent and spent + tokens > limit:
+            # The first pass always fits: none has more than ``prefill.chunk`` tokens.
+            if spent_tokens + tokens > token_limit:
                 break
-            spent += tokens
+            spent_tokens += tokens
             group, slots = group[:count], free[:count]
             prompts, params = [_prompt(x) for x in group], [x.params for x in group]
             state = self.prefill.fill(self._runner.state, slots, prompts, params)
             self._fill(state, slots, group)
             self.prompt_tokens += sum(map(len, prompts))
-        return spent
+        return spent_tokens
 
     def _begin_next(self) -> Request | None:
         """The next request of the queue, now being prefilled; None where it waits for a slot."""

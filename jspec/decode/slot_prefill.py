@@ -82,7 +82,7 @@ class SlotPrefill:
         programs: Runs the jitted functions.
 
     Attributes:
-        row: The row of the prompt that is being prefilled.
+        current_row: The row of the prompt that is being prefilled.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SlotPrefill:
         storage = options.config.cache_policy.storage
         self._has_passes = self._sharding is None and storage is None
         self._prefixes: list[Row] = []
-        self.row = self._fresh_row(np.zeros(1, np.int32))
+        self.current_row = self._fresh_row(np.zeros(1, np.int32))
 
     def started(self, rows: int) -> DecodeState:
         """A state of so many rows with prompts of one token."""
@@ -113,8 +113,8 @@ class SlotPrefill:
             run=self._programs,
         )
 
-    def mark(self, state: DecodeState, row: Row) -> Array:
-        """An array of its own that is ready once ``state`` and ``row`` are."""
+    def completion_of(self, state: DecodeState, row: Row) -> Array:
+        """A new array to wait for, which is ready once ``state`` and ``row`` are."""
         return self._programs(_sum_of, state.done, row.cache.lengths)
 
     def warmed(self, state: DecodeState) -> DecodeState:
@@ -122,15 +122,15 @@ class SlotPrefill:
 
         All rows of it must be free, and no prompt in prefill.
         """
-        self.row = self._begun(np.zeros(1, np.int32), self.row.cache, None, 0)
+        self.current_row = self._begun(np.zeros(1, np.int32), self.current_row.cache, None, 0)
         for size in self._sizes:
-            self._pass(self.row, size)
+            self._pass(self.current_row, size)
         state = self.insert(state, 0, SamplingParams(seed=0))
         if self._has_passes:
             for size in self._sizes:
                 for rows in {1, self._max_rows(size)}:
                     state = self._prefilled(state, size, rows, (), (), ())
-        self.mark(state, self.row)
+        self.completion_of(state, self.current_row)
         return state
 
     # --- short prompts ----------------------------------------------------------------------------
@@ -160,9 +160,9 @@ class SlotPrefill:
         prompts: Sequence[np.ndarray],
         params: Sequence[SamplingParams],
     ) -> DecodeState:
-        """``state``, which is donated, with a `group` of prompts in ``slots``.
+        """``state``, which is donated, with short prompts in ``slots``, by one pass.
 
-        ``params``: how they are to be decoded.
+        ``prompts``: as many as `group` counts; ``params``: how they are to be decoded.
         """
         size = max(self._size_of(len(prompt)) for prompt in prompts)
         rows = 1 if len(prompts) == 1 else self._max_rows(size)
@@ -199,12 +199,12 @@ class SlotPrefill:
 
     def begin(self, prompt: np.ndarray) -> None:
         """Begin to prefill ``prompt``, in place of any other."""
-        row, drafter_state, done = self.row, None, 0
+        row, drafter_state, done = self.current_row, None, 0
         if (prefix := self._longest(prompt)) is not None:
             row.cache = row.drafter_state = None  # freed before there is another
             row.cache, drafter_state = jax.tree.map(_copied, (prefix.cache, prefix.drafter_state))
             done = prefix.done
-        self.row = self._begun(prompt, row.cache, drafter_state, done)
+        self.current_row = self._begun(prompt, row.cache, drafter_state, done)
 
     def piece_of(self, row: Row) -> int:
         """Tokens of the next piece of a row, padding included.
@@ -223,7 +223,7 @@ class SlotPrefill:
 
     def insert(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
         """``state``, which is donated, with the prompt in ``slot``, to be decoded by ``params``."""
-        row = self.row
+        row = self.current_row
         states = (row.cache, row.drafter_state)
         packed = packed_rows(state, [slot], [row.prompt], [params], self._ends, *states)
         return insert_row(state, packed, slot, self._programs)

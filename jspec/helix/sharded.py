@@ -100,10 +100,23 @@ class Sharded:
         return len({device.process_index for device in self.helix.mesh.devices.flat})
 
     def over_mesh(self, function: Callable[..., Any], *arguments: Any, like: Any) -> Any:
-        """``function(*arguments)`` on every device, as `jspec.decode.on_mesh.MeshModel` says."""
+        """``function(*arguments)`` on every device of the mesh, by `jax.shard_map`.
 
-        def on_device(*arguments: Any) -> Any:
-            return self._outside(function(*map(self._inside, arguments)))
+        A device gets its share of the arrays. Models and caches come as its view of them: a cache
+        has the layouts, the key-value heads and the `Exchange` of one device.
+
+        Args:
+            function: Takes a device's view of each argument; its caches are made global again.
+            arguments: Pytrees of global arrays. Parameters, what a policy stores and caches are
+                sharded, and whatever has ``partition_specs``; all else is replicated.
+            like: Arrays or shapes in the structure of the result, which say how it is sharded.
+
+        Returns:
+            The result, of global arrays.
+        """
+
+        def on_device(*shares: Any) -> Any:
+            return self._global_view(function(*map(self._device_view, shares)))
 
         run = jax.shard_map(
             on_device,
@@ -114,7 +127,7 @@ class Sharded:
         return run(*arguments)
 
     def layouts(self, capacity: int, gamma: int, longest: int | None = None) -> tuple[Layout, ...]:
-        """As `jspec.helix.cache.layouts_on` gives."""
+        """The layout of each layer's cache on the mesh, by `jspec.helix.cache.layouts_on`."""
         return layouts_on(self.helix, self.config.layers, capacity, gamma, longest)
 
     def placing(self, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
@@ -173,7 +186,7 @@ class Sharded:
 
         return jax.tree.map(of, tree, is_leaf=is_known)
 
-    def _inside(self, tree: Any) -> Any:
+    def _device_view(self, tree: Any) -> Any:
         """``tree`` as a device sees it: its models and caches know that they are parts."""
 
         def of(node: Any) -> Any:
@@ -183,8 +196,8 @@ class Sharded:
 
         return _over(of, tree)
 
-    def _outside(self, tree: Any) -> Any:
-        """Undo `_inside`."""
+    def _global_view(self, tree: Any) -> Any:
+        """Undo `_device_view`: caches get the layouts and heads that they have outside the mesh."""
 
         def of(node: Any) -> Any:
             return whole_of(self.helix, node) if isinstance(node, Cache) else node

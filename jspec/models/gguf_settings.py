@@ -184,7 +184,7 @@ def _query_scalar(fields: Fields, architecture: str) -> float:
 
 def _gpt_oss(fields: Fields) -> dict[str, Any]:
     """YaRN without truncation, as the model has it, which a file does not say."""
-    fields.get("feed_forward_length")
+    fields.get("feed_forward_length")  # counted as read: experts have a width of their own
     scaling = _scaling(fields)
     return {
         "num_local_experts": fields.integer("expert_count"),

@@ -199,17 +199,23 @@ def power(logits: Array, rate: Array) -> Power:
 
 
 @in_64_bits
-def exp2(fraction: Array) -> Array:
-    """``2**(fraction * 2**-23)`` in units of 2**-22, uint32 in 2**22..2**23, never falling.
+def exp2_fixed(fraction: Array) -> Array:
+    """``2**u`` for u = fraction / 2**23 in [0, 1), off by less than 3.1e-7 of the value.
 
-    Off by less than 3.1e-7 of the value. A kernel finds the same bits in float32 by fused products
-    that round towards zero, of numbers so small that all have the same last place.
+    A kernel computes the same bits in float32 by fused multiply-adds that round towards zero, of
+    numbers so small that all have the same last place.
+
+    Args:
+        fraction: uint32, 0 to 2**23 - 1.
+
+    Returns:
+        ``2**u`` in units of 2**-22: uint32, 2**22 to 2**23, which never falls as u rises.
     """
-    v = (fraction | 2**23) << 7
+    quarter = (fraction | 2**23) << 7  # (1 + u) / 4 in units of 2**-32
     fifth, *others = POLYNOMIAL
-    p = uint64.high(jnp.full_like(v, fifth), v)
+    p = uint64.high(jnp.full_like(quarter, fifth), quarter)  # to the third: there is no fourth
     for coefficient in others:
-        p = coefficient + uint64.high(p, v)
+        p = coefficient + uint64.high(p, quarter)
     return p
 
 
@@ -220,7 +226,7 @@ def keys(logits: Array) -> Array:
 
 
 def _weights(power: Power, exponent: Array) -> Array:
-    mantissa = uint64.widen(exp2(power.fraction)) << 31
+    mantissa = uint64.widen(exp2_fixed(power.fraction)) << 31
     below = lax.bitcast_convert_type(exponent - power.whole, jnp.uint32)
     return jnp.where(below < 32, uint64.shift_right(mantissa, below), 0)
 
@@ -318,6 +324,6 @@ def _relative(logits: Array, largest: Array, rate: Array) -> Array:
     borrow = logit_power.fraction < top_power.fraction
     whole = top_power.whole - logit_power.whole + borrow.astype(jnp.int32)
     below = lax.bitcast_convert_type(whole, jnp.uint32)
-    mantissa = exp2((logit_power.fraction - top_power.fraction) & 0x7FFFFF)
+    mantissa = exp2_fixed((logit_power.fraction - top_power.fraction) & 0x7FFFFF)
     bits = ((127 - below) << 23) + ((mantissa - 2**22) << 1)
     return jnp.where((below > 126) | (logits == -jnp.inf), 0, bits)

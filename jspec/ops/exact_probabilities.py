@@ -55,7 +55,7 @@ def masses(logits: NDArray[np.float32], params: SamplingParams) -> Integers:
         keep &= logits >= _top_p(logits, tiles.probabilities(keep), params.top_p)
     if params.min_p > 0:
         below = fixed - fixed.max()
-        ratio = np.ldexp(exp2(below & (2**23 - 1)).astype(np.float64), (below >> 23) - 22)
+        ratio = np.ldexp(exp2_fixed(below & (2**23 - 1)).astype(np.float64), (below >> 23) - 22)
         keep &= ratio >= np.float32(params.min_p)
     return tiles.masses(keep)
 
@@ -77,14 +77,22 @@ def _top_p(logits: NDArray[np.float32], probabilities: Integers, top_p: float) -
     return logits[order][np.argmax(reached >= needed)]
 
 
-def exp2(fraction: NDArray[np.int64]) -> Integers:
-    """``2**(fraction * 2**-23)`` in units of 2**-22: as `jspec.ops.distribution.exp2`."""
-    v = (fraction.astype(np.uint64) + np.uint64(2**23)) << np.uint64(7)
-    p = np.zeros_like(v)
+def exp2_fixed(fraction: NDArray[np.int64]) -> Integers:
+    """``2**u`` for u = fraction / 2**23 in [0, 1), as `jspec.ops.distribution.exp2_fixed`.
+
+    Args:
+        fraction: int64, 0 to 2**23 - 1.
+
+    Returns:
+        ``2**u`` in units of 2**-22: uint64, 2**22 to 2**23.
+    """
+    # (1 + u) / 4 in units of 2**-32: the variable of `POLYNOMIAL`.
+    quarter = (fraction.astype(np.uint64) + np.uint64(2**23)) << np.uint64(7)
+    p = np.zeros_like(quarter)
     for i, coefficient in enumerate(POLYNOMIAL):
-        p = np.uint64(coefficient) + (p * v >> np.uint64(32))
-        if i == 0:  # There is no fourth power.
-            p = p * v >> np.uint64(32)
+        p = np.uint64(coefficient) + (p * quarter >> np.uint64(32))
+        if i == 0:  # From the fifth power to the third: the polynomial has no fourth.
+            p = p * quarter >> np.uint64(32)
     return p
 
 
@@ -96,7 +104,7 @@ class _Tiles:
         exponents = np.array([fixed[i * TILE : (i + 1) * TILE].max() >> 23 for i in range(count)])
         self.starts = np.arange(count) * TILE
         self.below = np.repeat(exponents, TILE)[: fixed.size] - (fixed >> 23)
-        self.mantissas = exp2(fixed & (2**23 - 1))
+        self.mantissas = exp2_fixed(fixed & (2**23 - 1))
         self.shifts = exponents.max() - exponents + (count - 1).bit_length()
 
     def masses(self, keep: NDArray[np.bool_]) -> Integers:

@@ -14,7 +14,7 @@ from jspec.policies.hata_off import HataOff
 from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.named import GUIDED, POLICIES, named_policy
-from jspec.policies.policy import HashEncoder, Pages, Policy
+from jspec.policies.policy import HashEncoder, Pages, Policy, TokenAttention
 from jspec.policies.prepare import prepare_params
 from jspec.policies.quantspec import QuantSpec
 from jspec.policies.quest import Quest
@@ -44,6 +44,7 @@ __all__ = [
     "SparseSpec",
     "SpecExtend",
     "Streaming",
+    "TokenAttention",
     "Vegas",
     "named_policy",
     "prepare_params",

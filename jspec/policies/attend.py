@@ -14,7 +14,7 @@ from jspec.ops.host_rows import PrefetchedRows
 from jspec.policies.append import append_tokens
 from jspec.policies.offload import fetch_selected, is_offloaded, prefetch_next
 from jspec.policies.pass_state import PassState
-from jspec.policies.policy import Policy
+from jspec.policies.policy import Policy, TokenAttention
 from jspec.policies.read import (
     finished,
     read_columns,
@@ -39,15 +39,15 @@ class SelectedAttend(Attend):
     Attributes:
         positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
         context_len: int32 ``[B]``: committed positions per row, among which the policy selects.
-        num_new: How many positions from ``context_len`` on are read whole: those of this pass, and
-            those that earlier passes of the draft wrote.
+        num_uncommitted: How many positions from ``context_len`` on are read, whatever is selected:
+            those of this pass, and those that earlier passes of the draft wrote.
         policy: The policy that selects.
         policy_params: What `jspec.policies.prepare_params` made for it.
     """
 
     positions: Array
     context_len: Array
-    num_new: int
+    num_uncommitted: int
     _: dataclasses.KW_ONLY
     policy: Policy
     policy_params: Any = None
@@ -86,8 +86,8 @@ class SelectedAttend(Attend):
     ) -> tuple[Array, PassState]:
         shared, prefetched = state.shared_positions(layer), state.prefetched
         if shared is None and (done := self._in_one_operation(layer, tokens, state.cache)):
-            out, lse, selection, cache = done
-            return finished(out, lse, sinks, up), state.after_layer(cache, selection)
+            out = finished(done.out, done.lse, sinks, up)
+            return out, state.after_layer(done.cache, done.selection)
         # Written before it is read: a cache that is read and then written would be copied whole.
         q, cache = append_tokens(state.cache, layer, tokens, self.policy, self.policy_params)
         if shared is None:
@@ -104,7 +104,7 @@ class SelectedAttend(Attend):
 
     def _in_one_operation(
         self, layer: int, tokens: NewTokens, cache: Cache
-    ) -> tuple[Array, Array, Selection, Cache] | None:
+    ) -> TokenAttention | None:
         """The result of the policy's `attend_token`, where this layer and pass may call it."""
         # Keys in host memory, or on several devices, are read in parts.
         is_local = cache.shards is None and not is_offloaded(cache, layer)
@@ -112,7 +112,7 @@ class SelectedAttend(Attend):
         if not is_plain or tokens.qk_rope is None or tokens.v is None:
             return None
         return self.policy.attend_token(
-            self.policy_params, layer, cache, tokens, self.context_len, self.num_new
+            self.policy_params, layer, cache, tokens, self.context_len, self.num_uncommitted
         )
 
     def _select(self, layer: int, cache: Cache, q: Array) -> Selection:
@@ -139,8 +139,8 @@ class SelectedAttend(Attend):
 
     @property
     def _new_positions(self) -> Array:
-        """int32 ``[B, num_new]``: the positions that are read whole."""
-        return self.context_len[:, None] + jnp.arange(self.num_new, dtype=jnp.int32)[None]
+        """int32 ``[B, num_uncommitted]``: the positions that are read, whatever is selected."""
+        return self.context_len[:, None] + jnp.arange(self.num_uncommitted, dtype=jnp.int32)[None]
 
     def _read(
         self,
@@ -204,7 +204,7 @@ def run_selected(
     positions: Array,
     cache: Cache,
     context_len: Array,
-    num_new: int,
+    num_uncommitted: int,
     *,
     policy: Policy,
     policy_params: Any = None,
@@ -215,7 +215,7 @@ def run_selected(
     that each layer selected, None for all. Other arguments as in `SelectedAttend`.
     """
     attend = SelectedAttend(
-        positions, context_len, num_new, policy=policy, policy_params=policy_params
+        positions, context_len, num_uncommitted, policy=policy, policy_params=policy_params
     )
     hidden, state = model(tokens, positions, attend, PassState(cache))
     return hidden, state.cache, state.selections

@@ -19,7 +19,7 @@ from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.hash import BITS, hamming_scores, hash_encode
 from jspec.ops.hash_selection import hash_select
 from jspec.policies.budgeted import ScoredPolicy
-from jspec.policies.policy import Encoder, HashEncoder, Policy, SampleKeys
+from jspec.policies.policy import Encoder, HashEncoder, Policy, SampleKeys, TokenAttention
 from jspec.policies.scores import best_positions
 from jspec.policies.selection import NewTokens, Selection
 from jspec.typing import Array, Model
@@ -111,8 +111,8 @@ class Hata(ScoredPolicy):
         cache: Cache,
         token: NewTokens,
         context_len: Array,
-        num_new: int,
-    ) -> tuple[Array, Array, Selection, Cache] | None:
+        num_uncommitted: int,
+    ) -> TokenAttention | None:
         layout, spec = cache.layouts[layer], cache.specs[layer]
         # A subclass may score or select otherwise; a backend that is named for a part is to run.
         by_codes = type(self) is Hata and not self.norms and layer >= self.dense_layers
@@ -129,13 +129,13 @@ class Hata(ScoredPolicy):
         out, lse, selected, *columns = hash_attention(
             *(q, k, v, qk_rope, keys, values, codes, policy_params[layer]),
             *(positions, context_len, num_selected),
-            num_new=num_new,
+            num_uncommitted=num_uncommitted,
             scale=spec.scale,
             softcap=spec.softcap,
             **budget,
         )
         cache = cache.replaced(layer, **dict(zip(names, columns, strict=True)))
-        return out, lse, Selection(selected, num_layers=self.every), cache
+        return TokenAttention(out, lse, Selection(selected, num_layers=self.every), cache)
 
 
 def with_hashes(policy: Policy, model: Path) -> Policy:

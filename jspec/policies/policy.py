@@ -58,6 +58,22 @@ class Pages(NamedTuple):
     fold: Callable[[Any, int, Cache, Array, Array, int], Mapping[str, Array]]
 
 
+class TokenAttention(NamedTuple):
+    """A layer's attention for one new token.
+
+    Attributes:
+        out: The output ``[B, 1, N, H']``.
+        lse: Its log-sum-exp ``[B, 1, N]``, float32.
+        selection: What was selected.
+        cache: The cache with the token.
+    """
+
+    out: Array
+    lse: Array
+    selection: Selection
+    cache: Cache
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """A sparse view of the cache. Subclasses are frozen dataclasses of settings.
@@ -141,8 +157,8 @@ class Policy:
         cache: Cache,
         token: NewTokens,
         context_len: Array,
-        num_new: int,
-    ) -> tuple[Array, Array, Selection, Cache] | None:
+        num_uncommitted: int,
+    ) -> TokenAttention | None:
         """A layer's whole attention for one new token, where the policy has one operation for it.
 
         It must equal the append, `encoder`, `select` and attention over the selection and the new
@@ -155,11 +171,11 @@ class Policy:
             cache: The cache without the token.
             token: The token's projections, T = 1, neither normed nor rotated.
             context_len: int32 ``[B]``: committed positions per row.
-            num_new: How many positions from ``context_len`` on are read, up to the token's own.
+            num_uncommitted: How many positions from ``context_len`` on are read, whatever is
+                selected: those that earlier passes of the draft wrote, and the token's own.
 
         Returns:
-            The output ``[B, 1, N, H']``, its log-sum-exp ``[B, 1, N]``, the selection, and the
-            cache with the token; or None.
+            The attention, or None.
         """
         return None
 

@@ -269,8 +269,8 @@ def merged(
     batch, tokens, heads, _ = q.shape
     value = out.shape[-1]
     # A warp holds the tile, so that no sum waits for another warp.
-    columns = min(64, MERGED // splits, next_power(value))
-    blocks = -(-value // columns)
+    channels = min(64, MERGED // splits, next_power(value))
+    programs_per_row = -(-value // channels)
     lead = (batch, tokens, heads)
     cut: Any = {"TOKENS": tokens, "PARTS": parts} if sizes is None else {}
     out, lse = triton_call(
@@ -280,15 +280,15 @@ def merged(
             jax.ShapeDtypeStruct((*lead, value), q.dtype),
             jax.ShapeDtypeStruct(lead, jnp.float32),
         ),
-        programs=batch * tokens * heads * blocks,
+        programs=batch * tokens * heads * programs_per_row,
         warps=1,
         **cut,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         VALUE=value,
-        SOME=splits,  # whatever the capacity, so that sums are of one order
-        COLUMNS=columns,
-        BLOCKS=blocks,
+        PARTS_AT_ONCE=splits,  # whatever the capacity, so that sums are of one order
+        CHANNELS_AT_ONCE=channels,
+        PROGRAMS_PER_ROW=programs_per_row,
     )
     return out, lse
 

@@ -127,8 +127,8 @@ def _merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tup
         return out, lse
     batch, tokens, heads, _ = q.shape
     value, lead = out.shape[-1], (batch, tokens, heads)
-    columns = min(128 if chunks <= MERGED_PARTS else 64, next_power(value))
-    blocks = -(-value // columns)
+    channels = min(128 if chunks <= MERGED_PARTS else 64, next_power(value))
+    programs_per_row = -(-value // channels)
     out, lse = triton_call(
         gathered_merge_kernel,
         *(out, lse),
@@ -136,16 +136,16 @@ def _merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tup
             jax.ShapeDtypeStruct((*lead, value), q.dtype),
             jax.ShapeDtypeStruct(lead, jnp.float32),
         ),
-        programs=batch * tokens * heads * blocks,
+        programs=batch * tokens * heads * programs_per_row,
         warps=1,
         TOKENS=tokens,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         VALUE=value,
         CHUNKS=chunks,
-        SOME=min(MERGED_PARTS, next_power(chunks)),
-        COLUMNS=columns,
-        BLOCKS=blocks,
+        PARTS_AT_ONCE=min(MERGED_PARTS, next_power(chunks)),
+        CHANNELS_AT_ONCE=channels,
+        PROGRAMS_PER_ROW=programs_per_row,
     )
     return out, lse
 

@@ -202,7 +202,7 @@ def gathered_kernel(
 
 @triton.jit
 def gathered_merge_kernel(
-    parts,
+    part_out,
     part_lse,
     out,
     lse,
@@ -211,31 +211,35 @@ def gathered_merge_kernel(
     GROUP: tl.constexpr,
     VALUE: tl.constexpr,
     CHUNKS: tl.constexpr,
-    SOME: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
+    CHANNELS_AT_ONCE: tl.constexpr,
+    PROGRAMS_PER_ROW: tl.constexpr,
 ):
-    """A program merges COLUMNS of the parts of one query row, SOME of its CHUNKS at a time.
+    """Merge the parts of a gathered attention, one of each chunk of slots, float32.
 
-    ``parts [B, KV_HEADS, CHUNKS, TOKENS * GROUP, VALUE]`` and their log-sum-exp. A part of -inf was
-    not written: it is read all the same, since no read waits for another so, and left out.
+    ``part_out [B, KV_HEADS, CHUNKS, TOKENS * GROUP, VALUE]`` and ``part_lse``, of the same shape
+    without VALUE: what `gathered_kernel` left. A part with a log-sum-exp of -inf was not written:
+    it is read all the same, so that no read waits for another, and left out. ``out [B, TOKENS, N,
+    VALUE]`` and ``lse [B, TOKENS, N]``: the result. A program merges CHANNELS_AT_ONCE channels for
+    one query row, PARTS_AT_ONCE parts in a round; PROGRAMS_PER_ROW programs share a row.
     """
-    query = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < VALUE
+    query = (tl.program_id(0) // PROGRAMS_PER_ROW).to(tl.int64)
+    start_channel = tl.program_id(0) % PROGRAMS_PER_ROW * CHANNELS_AT_ONCE
+    channel = start_channel + tl.arange(0, CHANNELS_AT_ONCE)
+    inside = channel < VALUE
     n = query % (KV_HEADS * GROUP)
     token = query // (KV_HEADS * GROUP)
     row = token % TOKENS * GROUP + n % GROUP
     first = (token // TOKENS * KV_HEADS + n // GROUP) * CHUNKS * (TOKENS * GROUP) + row
-    acc = tl.zeros([COLUMNS], tl.float32)
+    acc = tl.zeros([CHANNELS_AT_ONCE], tl.float32)
     total = 0.0
     top = float("-inf")
-    for start in range(0, CHUNKS, SOME):
-        chunk = start + tl.arange(0, SOME)
+    for start in range(0, CHUNKS, PARTS_AT_ONCE):
+        chunk = start + tl.arange(0, PARTS_AT_ONCE)
         at = first + chunk * (TOKENS * GROUP)
         exponent = tl.load(part_lse + at, mask=chunk < CHUNKS, other=float("-inf"))
         mask = (chunk < CHUNKS)[:, None] & inside[None, :]
-        part = tl.load(parts + at[:, None] * VALUE + column[None, :], mask=mask, other=0.0)
+        part = tl.load(part_out + at[:, None] * VALUE + channel[None, :], mask=mask, other=0.0)
         higher = tl.maximum(top, tl.max(exponent))
         center = tl.where(higher == float("-inf"), 0.0, higher)
         decay = tl.exp2((top - center) * LOG2E)
@@ -245,6 +249,6 @@ def gathered_merge_kernel(
         acc = acc * decay + tl.sum(weight[:, None] * part, axis=0)
         top = higher
     whole = tl.where(total == 0.0, 1.0, total)
-    tl.store(out + query * VALUE + column, (acc / whole).to(out.dtype.element_ty), mask=inside)
-    if tl.program_id(0) % BLOCKS == 0:
+    tl.store(out + query * VALUE + channel, (acc / whole).to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(0) % PROGRAMS_PER_ROW == 0:
         tl.store(lse + query, tl.where(total == 0.0, float("-inf"), top + tl.log2(whole) / LOG2E))

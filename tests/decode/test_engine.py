@@ -204,9 +204,9 @@ def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
     prefill = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._scheduler.prefill
     prefill.begin(np.ones(left + 1, np.int32))
     results = []
-    while prefill.row.left > 0:
-        results.append(prefill.piece_of(prefill.row))
-        prefill.advance(prefill.row)
+    while prefill.current_row.left > 0:
+        results.append(prefill.piece_of(prefill.current_row))
+        prefill.advance(prefill.current_row)
     assert results == pieces
 
 

@@ -57,7 +57,7 @@ def token(layer: int, tokens: int = 1, *, joined: bool = True):
 
 def pass_of(
     policy,
-    num_new=3,
+    num_uncommitted=3,
     cache=None,
     backends=Backends(),
     start=PassState,
@@ -76,7 +76,7 @@ def pass_of(
 
     def all_layers(cache, positions):
         settings = {"policy": policy, "policy_params": policy_params}
-        attend = SelectedAttend(positions, cache.lengths, num_new, **settings)
+        attend = SelectedAttend(positions, cache.lengths, num_uncommitted, **settings)
         pass_state, outputs = start(cache), []
         for layer in range(len(cache.specs)):
             q, k, v, qk_rope = token(layer, positions.shape[1], **token_settings)

@@ -49,7 +49,7 @@ def hash_attention(
     counts: Array | None = None,
     sinks: int = 0,
     recent: int = 0,
-    num_new: int = 1,
+    num_uncommitted: int = 1,
     scale: float | None = None,
     softcap: float | None = None,
     implementation: str | None = None,
@@ -76,7 +76,7 @@ def hash_attention(
         counts: int32 ``[B]``, the budget of each row; None is ``budget``.
         sinks: the first slots of a row, always selected.
         recent: the last slots of a row below ``context_len``, always selected.
-        num_new: slots from ``context_len`` on that are read as well, up to the query's own.
+        num_uncommitted: slots from ``context_len`` on that are read as well, up to the query's own.
         scale: of the scores; None is ``H ** -0.5``.
         softcap: as in `jspec.ops.attention`.
         implementation: the backend by name; None is the best one.
@@ -89,7 +89,7 @@ def hash_attention(
     Raises:
         ValueError: for shapes, dtypes or a budget that do not fit together.
     """
-    _check(q, positions, context_len, counts, num_new)
+    _check(q, positions, context_len, counts, num_uncommitted)
     check_encode(q, k, v, keys, values, codes, w, positions)
     check_heads(q, keys, values, None)
     check_budget(budget, sinks, recent)
@@ -100,7 +100,7 @@ def hash_attention(
         budget=budget,
         sinks=sinks,
         recent=recent,
-        num_new=num_new,
+        num_uncommitted=num_uncommitted,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap,
         implementation=implementation,
@@ -108,7 +108,7 @@ def hash_attention(
 
 
 def _check(
-    q: Array, positions: Array, context_len: Array, counts: Array | None, num_new: int
+    q: Array, positions: Array, context_len: Array, counts: Array | None, num_uncommitted: int
 ) -> None:
     batch, tokens = q.shape[:2]
     int_arguments = {
@@ -126,8 +126,10 @@ def _check(
     if any(x.dtype != jnp.int32 for x in int_arguments.values()):
         kinds = ", ".join(f"{name} {x.dtype}" for name, x in int_arguments.items())
         raise ValueError(f"{kinds} must be int32")
-    if num_new < 1:
-        raise ValueError(f"num_new={num_new} must be at least 1, the query's own slot")
+    if num_uncommitted < 1:
+        raise ValueError(
+            f"num_uncommitted={num_uncommitted} must be at least 1, the query's own slot"
+        )
 
 
 def _run_parts(
@@ -147,7 +149,7 @@ def _run_parts(
     budget: int,
     sinks: int,
     recent: int,
-    num_new: int,
+    num_uncommitted: int,
     scale: float,
     softcap: float | None,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
@@ -161,7 +163,7 @@ def _run_parts(
     with jax.named_scope("selection"):  # that of policies, by which profiles know it
         options = {"counts": counts, "lengths": context_len, "sinks": sinks, "recent": recent}
         chosen = hash_select(hash_encode(q, w, **named), codes, budget, **options, **named)
-    tail_slots = context_len[:, None] + jnp.arange(num_new, dtype=jnp.int32)[None]
+    tail_slots = context_len[:, None] + jnp.arange(num_uncommitted, dtype=jnp.int32)[None]
     out, lse = gathered_attention(
         *(q, keys, values, positions, chosen, tail_slots, context_len),
         scale=scale,
@@ -214,8 +216,10 @@ def _build(shape, normed, dtype, rows) -> tuple:
 
 def _case(name, shape, dtype, rows, settings, normed=False, small=False) -> Case:
     """``shape``: ``(G, K, S, H, H', R)``; ``rows``: of each ``(context_len, position, count)``;
-    ``settings``: ``(budget, sinks, recent, num_new, softcap)``."""
-    static = dict(zip(("budget", "sinks", "recent", "num_new", "softcap"), settings, strict=True))
+    ``settings``: ``(budget, sinks, recent, num_uncommitted, softcap)``."""
+    static = dict(
+        zip(("budget", "sinks", "recent", "num_uncommitted", "softcap"), settings, strict=True)
+    )
     static |= {"scale": shape[3] ** -0.5}
     return Case(name, functools.partial(_build, shape, normed, dtype, rows), static, small)
 

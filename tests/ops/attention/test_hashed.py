@@ -48,7 +48,9 @@ def chosen_of(scores, context_len, count, budget, sinks, recent) -> list[int]:
     return sorted([*forced, *free][: min(count, budget)])
 
 
-def brute_force(x, *, budget, sinks, recent, num_new, scale, softcap) -> dict[str, np.ndarray]:
+def brute_force(
+    x, *, budget, sinks, recent, num_uncommitted, scale, softcap
+) -> dict[str, np.ndarray]:
     """What the operation gives, from the definition, a head at a time, in float64."""
     queries, new = products(x)
     batch, heads, _ = queries.shape
@@ -67,7 +69,10 @@ def brute_force(x, *, budget, sinks, recent, num_new, scale, softcap) -> dict[st
         scores = sum((stored == (queries[b, n] @ w[head] > 0)).sum(axis=-1) for n in group)
         chosen = chosen_of(scores, context_len, int(x["counts"][b]), budget, sinks, recent)
         slots[b, head, : len(chosen)] = chosen
-        read = [*chosen, *(s for s in range(context_len, context_len + num_new) if s <= position)]
+        read = [
+            *chosen,
+            *(s for s in range(context_len, context_len + num_uncommitted) if s <= position),
+        ]
         for n in group if position >= 0 else ():
             logits = scale * keys[b, read, head] @ queries[b, n]
             logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
@@ -241,7 +246,7 @@ def test_parts_one_by_one_run_by_the_named_backends(name, monkeypatch):
         ({"w": (1, 8, 32)}, r"w \[1, 8, 32\] must be uint32"),
         ({"q": (2, 1, 3, 8)}, "with N a multiple of K"),
         ({"budget": 2}, "k=2 must be at least 1 and hold sinks=1 and recent=2"),
-        ({"num_new": 0}, "num_new=0 must be at least 1"),
+        ({"num_uncommitted": 0}, "num_uncommitted=0 must be at least 1"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
@@ -250,8 +255,8 @@ def test_what_does_not_fit_is_refused(change, message):
     shapes |= {"values": (2, 9, 2, 6), "codes": (2, 9, 2, 1), "w": (2, 8, 32)}
     shapes |= {"positions": (2, 1), "context_len": (2,), "counts": (2,)}
     change = dict(change)
-    settings = {"budget": 3, "num_new": 1} | {
-        n: change.pop(n) for n in ("budget", "num_new") if n in change
+    settings = {"budget": 3, "num_uncommitted": 1} | {
+        n: change.pop(n) for n in ("budget", "num_uncommitted") if n in change
     }
     kinds = {"codes": jnp.uint32} | dict.fromkeys(("positions", "context_len", "counts"), jnp.int32)
     kinds |= {"counts": change.pop("dtype")} if "dtype" in change else {}
