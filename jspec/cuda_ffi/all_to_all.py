@@ -24,7 +24,7 @@ PATIENCE = 20.0  # seconds that a device waits for another, before its program f
 
 
 def all_to_all_cuda(pieces: Array, axes: Axes) -> Array:
-    """As `jspec.ops.all_to_all.OneSided` says it of ``run``."""
+    """Exchange ``pieces [ranks, ...]`` between the ranks: ``run`` of an `OneSided`."""
     # A group is as many devices as there are pieces, which follow each other.
     del axes
     shape = pieces.shape

@@ -14,13 +14,19 @@ from jspec.gpu import gpu_in_use
 from jspec.typing import Array
 
 # As in src/attention/attention.h.
-CHANNELS, MAX_ROWS, MAX_TOKENS, PARTS = 64, 128, 32, 16
+CHANNELS = 64  # of a key and of a value
+MAX_ROWS = 128  # T * G: query rows of a KV head
+MAX_TOKENS = 32  # T
+PARTS = 16  # into which the slots of a KV head are split
 
 
 def attention_cuda(
     q: Array, k: Array, v: Array | None, positions: Array, *, scale: float, **_settings: Any
 ) -> tuple[Array, Array]:
-    """As `jspec.ops.attention`, for what `refuses` lets pass."""
+    """The CUDA backend of `jspec.ops.attention`.
+
+    ``_settings``: the others of that operation, at the values that alone `refuses` lets pass.
+    """
     assert v is not None  # `refuses`
     out, lse, *_ = _launch("attention", q, k, v, positions, scale=scale)
     return out, lse
@@ -36,7 +42,10 @@ def scored_attention_cuda(
     scale: float,
     **_settings: Any,
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.scored_attention`, for what `refuses` lets pass."""
+    """The CUDA backend of `jspec.ops.scored_attention`.
+
+    ``_settings``: the others of that operation, at the values that alone `refuses` lets pass.
+    """
     assert v is not None  # `refuses`
     out, lse, _, _, scores = _launch("scored_attention", q, k, v, positions, probe, scale=scale)
     return out, lse, scores

@@ -17,7 +17,8 @@ from jspec.parts import ClampedSwiGLU
 from jspec.typing import Array
 
 # As in src/grouped/grouped.h and src/linear/linear.h.
-MAX_GROUPS, MAX_ROWS_PER_GROUP, MAX_INPUTS = 1024, 24, 2**20
+MAX_GROUPS, MAX_INPUTS = 1024, 2**20
+MAX_ROWS_PER_GROUP = 24  # in the mean over the groups
 
 
 def grouped_linear_cuda(
@@ -34,7 +35,7 @@ def grouped_linear_cuda(
     clamped: ClampedSwiGLU | None,
     dtype: np.dtype,
 ) -> Array:
-    """As `jspec.ops.grouped.grouped_linear`."""
+    """The CUDA backend of `jspec.ops.grouped.grouped_linear`, with None for what is left out."""
     rows = len(x) if gather_indices is None else len(gather_indices)
     scale = None if norm is None else norm.scale
     # x stands for an input that is None.

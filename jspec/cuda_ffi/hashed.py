@@ -20,11 +20,14 @@ from jspec.ops.hash import max_score
 from jspec.ops.norm import CENTERED, RMS
 from jspec.typing import Array
 
-MAX_SCORE, MAX_SLOTS = 4095, 2**30  # as in src/hashed/hashed.h, and of n and k
+# As in src/hashed/hashed.h.
+MAX_SCORE = 4095
+MAX_SLOTS = 2**30  # of a row, and of a selection
 MIN_CHUNK, MAX_CHUNK = 256, 4096  # slots of a row that a block scores
 SCORE_BYTES = 32768  # bytes of scores that a block holds at once
-MAX_PARTS = 1024
-SIZES, MAX_GROUP = (64, 128, 256), 8
+MAX_PARTS = 1024  # blocks that share a row after its scores
+SIZES = (64, 128, 256)  # channels of a head
+MAX_GROUP = 8  # query heads of a KV head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ class HashCut:
         return {"chunk": np.int32(self.chunk), "parts": np.int32(self.parts)}
 
 
-def cut_for(k_codes: Array, highest: int, blocks: int = 2) -> HashCut:
+def hash_cut(k_codes: Array, highest: int, blocks: int = 2) -> HashCut:
     """How to divide codes ``[..., S, K, W]``, whose scores are at most ``highest``.
 
     ``blocks``: blocks of the launch after the scores that a multiprocessor runs at once. All parts
@@ -101,10 +104,13 @@ def hash_select_cuda(
     recent: int,
     cut: HashCut | None = None,
 ) -> Array:
-    """As `jspec.ops.hash_selection.hash_select`."""
+    """The CUDA backend of `jspec.ops.hash_selection.hash_select`.
+
+    ``counts``, ``lengths``: int32 ``[B, K]``; ``cut``: another one than that for these sizes.
+    """
     batch, n, heads, _ = k_codes.shape
     highest = max_score(q_codes, k_codes)
-    cut = cut or cut_for(k_codes, highest)
+    cut = cut or hash_cut(k_codes, highest)
     words = workspace_words(highest, n, cut)
     slots, workspace = (
         jax.ShapeDtypeStruct((batch, heads, size), dtype)
@@ -142,13 +148,16 @@ def hash_attention_cuda(
     softcap: float | None,
     cut: HashCut | None = None,
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
-    """As `jspec.ops.attention.hashed.hash_attention`, in three launches that follow each other."""
+    """The CUDA backend of `jspec.ops.attention.hashed.hash_attention`: three launches, in a row.
+
+    ``counts``: int32 ``[B]``; ``cut``: another one than that for these sizes.
+    """
     assert qk_rope.joined is not None  # `_supports`
     batch, _, heads, size = q.shape
     n, kv_heads, words = codes.shape[1:]
     group = heads // kv_heads
     highest = group * 32 * words
-    cut = cut or cut_for(codes, highest, 2 if group <= 2 else 1)
+    cut = cut or hash_cut(codes, highest, 2 if group <= 2 else 1)
     like = functools.partial(jax.ShapeDtypeStruct, dtype=q.dtype)
     outputs = (
         like((batch, 1, heads, v.shape[3])),

@@ -20,8 +20,9 @@ from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.typing import Array
 
 # As in src/linear/linear.h.
-GROUP, INT8_GROUP, MAX_ROWS, MAX_INPUTS = 32, 16, 24, 2**20
-SMALL_ROWS, SMALL_INPUTS = 16, 1024
+GROUP, INT8_GROUP = 32, 16  # the inputs are a multiple of it
+MAX_ROWS, MAX_INPUTS = 24, 2**20
+SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
 
 
 def linear_cuda(
@@ -35,7 +36,7 @@ def linear_cuda(
     transposed: bool,
     dtype: np.dtype,
 ) -> Array:
-    """As `jspec.ops.linear.linear`."""
+    """The CUDA backend of `jspec.ops.linear.linear`, with None for what is left out."""
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
     if isinstance(kernel, Quantized | MXFP4):  # not differentiable
         return _launch(x, kernel, bias, norm, add, **settings)
@@ -120,7 +121,11 @@ def _supports(*args, **settings) -> str | None:
 def linear_chain_cuda(
     x: Array, ops: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
 ) -> tuple[Array, ...]:
-    """As `jspec.ops.linear_chain.linear_chain`."""
+    """The CUDA backend of `jspec.ops.linear_chain.linear_chain`.
+
+    ``ops``: the arrays of each; ``added``: the index of the earlier op whose result it adds, or
+    None; ``gated``: whether it is gated.
+    """
     settings = {"added": tuple(added), "gated": tuple(gated)}
     if isinstance(ops[0][0], Quantized | MXFP4):  # not differentiable
         return _launch_chain(x, ops, **settings)

@@ -17,7 +17,7 @@ from jspec.ops.selection import selected_like
 from jspec.typing import Array
 
 MIN_CHUNK, MAX_CHUNK = 1024, 32768  # slots of a row that a block takes
-MAX_SLOTS = 2**30
+MAX_SLOTS = 2**30  # of a row, and of a selection
 MAX_BINS = 4096  # of a histogram
 
 
@@ -39,8 +39,8 @@ class Cut:
         return {"counted": np.int32(self.counted), "taken": np.int32(self.collected)}
 
 
-def cut_for(rows: int, n: int) -> Cut:
-    """How to divide rows of scores."""
+def selection_cut(rows: int, n: int) -> Cut:
+    """How to divide ``rows`` of ``n`` scores each among the blocks of a GPU."""
     if n <= MAX_CHUNK:
         size = max(256, 1 << max(n - 1, 0).bit_length())
         return Cut(size, size)
@@ -97,10 +97,10 @@ def select_cuda(
     highest: int | None,
     cut: Cut | None = None,
 ) -> Array:
-    """As `jspec.ops.selection.select`."""
+    """The CUDA backend of `jspec.ops.select`; ``cut``: another one than that for these sizes."""
     lead, n = scores.shape[:-1], scores.shape[-1]
     keys = keys_of(scores.dtype, highest)
-    cut = cut or cut_for(math.prod(lead), n)
+    cut = cut or selection_cut(math.prod(lead), n)
     words = workspace_words(keys, n, cut)
     outputs = (selected_like(scores, k), jax.ShapeDtypeStruct((*lead, words), jnp.uint32))
     return library.call(

@@ -162,6 +162,7 @@ def check_encode(
 
 
 def _xla(q, k, v, qk_rope, keys, values, slots) -> tuple[Array, Array, Array]:
+    """The reference of `rotate_and_append`."""
     q, k = qk_rope(q, k)
     rows = jnp.arange(q.shape[0])[:, None]
     keys = keys.at[rows, slots].set(k.astype(keys.dtype), mode="drop")
@@ -170,6 +171,7 @@ def _xla(q, k, v, qk_rope, keys, values, slots) -> tuple[Array, Array, Array]:
 
 
 def _encode_xla(q, k, v, qk_rope, keys, values, codes, w, slots):
+    """The reference of `rotate_append_encode`."""
     q, k = qk_rope(q, k)
     k = k.astype(keys.dtype)
     new_codes, _ = HASH_ENCODE(k, None, w, implementation="xla")

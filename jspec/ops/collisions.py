@@ -19,7 +19,7 @@ from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.hash import check_words, lengths_or
 from jspec.typing import Array
 
-LEAST = 2  # tables in which a key collides with a query that finds it
+MIN_COLLISIONS = 2  # tables in which a query shares a bucket with a key that it retrieves
 GROUP = 32  # tables of a word
 
 
@@ -104,10 +104,10 @@ def _check(q_codes: Array, k_codes: Array, tables: int) -> None:
     """Raise `ValueError` where shapes or dtypes are not those of `collision_scores`."""
     check_words(q_codes, k_codes)
     words = k_codes.shape[3]
-    if tables < LEAST or not words or words % code_words(tables, 1):
+    if tables < MIN_COLLISIONS or not words or words % code_words(tables, 1):
         raise ValueError(
             f"{words} words a code must be a multiple of tables / {GROUP}, rounded up, of "
-            f"tables={tables}, which must be at least {LEAST}"
+            f"tables={tables}, which must be at least {MIN_COLLISIONS}"
         )
     if (highest := max_collisions(q_codes, k_codes, tables)) > np.iinfo(np.int32).max:
         raise ValueError(f"scores to G T L = {highest} do not fit into int32; score fewer tokens")
@@ -128,9 +128,9 @@ def collisions(q_codes: Array, k_codes: Array, tables: int) -> Array:
 
 
 def collisions_xla(q_codes: Array, k_codes: Array, lengths: Array, *, tables: int) -> Array:
-    """As `collision_scores`; the reference."""
-    met = collisions(q_codes, k_codes, tables)
-    scores = jnp.swapaxes(jnp.where(met >= LEAST, met, 0).sum(axis=(1, 4)), 1, 2)
+    """The reference of `collision_scores`."""
+    shared = collisions(q_codes, k_codes, tables)
+    scores = jnp.swapaxes(jnp.where(shared >= MIN_COLLISIONS, shared, 0).sum(axis=(1, 4)), 1, 2)
     slot = jnp.arange(k_codes.shape[1], dtype=jnp.int32).reshape(1, 1, -1)
     return jnp.where((slot < lengths[:, None, None]) & (scores > 0), scores, -1)
 
@@ -138,8 +138,8 @@ def collisions_xla(q_codes: Array, k_codes: Array, lengths: Array, *, tables: in
 def collision_sizes(q_codes: Array, k_codes: Array, *rest: Array, tables: int) -> dict[str, int]:
     """The sizes that backends are ordered by: code words of the queries of a key, and all keys."""
     batch, slots, heads, words = k_codes.shape
-    met = q_codes.shape[1] * (q_codes.shape[2] // heads)
-    return {"words": met * words, "keys": batch * slots * heads}
+    queries = q_codes.shape[1] * (q_codes.shape[2] // heads)
+    return {"words": queries * words, "keys": batch * slots * heads}
 
 
 def _build(

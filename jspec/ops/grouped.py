@@ -114,7 +114,7 @@ def grouped_linear_xla(
     clamped: ClampedSwiGLU | None,
     dtype: np.dtype,
 ) -> Array:
-    """As `grouped_linear`; all that follows the matmul is float32."""
+    """The reference of `grouped_linear`: all that follows the matmul is float32."""
     x = x if norm is None else norm(x)
     x = x if gather_indices is None else x[gather_indices // (len(gather_indices) // len(x))]
     x, kernel = dequantize_with_input(x, kernel) if isinstance(kernel, MXFP4) else (x, kernel)
@@ -126,14 +126,14 @@ def grouped_linear_xla(
         y += jnp.take(flat_bias, group, axis=0, mode="clip")
     if gated:
         gate, up = jnp.split(y, 2, axis=1)
-        y = _activated(gate, up, clamped)
+        y = _activation(gate, up, clamped)
     y = y if scatter_indices is None else y[jnp.argsort(scatter_indices)]
     y = y if weights is None else y * weights[:, None]
     return y.astype(dtype)
 
 
-def _activated(gate: Array, up: Array, clamped: ClampedSwiGLU | None) -> Array:
-    """SwiGLU of the two, or as ``clamped`` says."""
+def _activation(gate: Array, up: Array, clamped: ClampedSwiGLU | None) -> Array:
+    """``silu(gate) * up``, or the activation of gpt-oss where it is ``clamped``."""
     if clamped is None:
         return jax.nn.silu(gate) * up
     limit, alpha = clamped.limit, clamped.alpha

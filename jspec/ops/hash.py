@@ -178,7 +178,7 @@ def _codes(x: Array, w: Array) -> Array:
 
 
 def hamming_xla(q_codes: Array, k_codes: Array, lengths: Array, norms: Array | None) -> Array:
-    """As `hamming_scores`; the reference."""
+    """The reference of `hamming_scores`."""
     batch, slots, heads, words = k_codes.shape
     q = q_codes.reshape(batch, -1, heads, q_codes.shape[2] // heads, words)
     q = jnp.moveaxis(q, 2, 1).reshape(batch, 1, heads, -1, words)

@@ -159,7 +159,7 @@ def _check(columns: tuple[Array, ...], slots: Array) -> None:
         )
 
 
-def _brought(column: Array) -> Array:
+def _on_device(column: Array) -> Array:
     return to_device(column) if in_host(column) else column
 
 
@@ -186,8 +186,12 @@ def fetch_rows_xla(
     prefetched_rows: tuple[Array, ...] | None,
     prefetched_slots: Array | None,
 ) -> tuple[Array, ...]:
-    """As `fetch_rows`. Rows on the device are used if given, so that tests see wrong ones."""
-    rows = tuple(_rows(_brought(column), slots) for column in columns)
+    """The reference of `fetch_rows`; rows and slots of the arguments that it leaves out are None.
+
+    Rows on the device are copied although the columns have them too, so that a test can tell from
+    the result whether they are right.
+    """
+    rows = tuple(_rows(_on_device(column), slots) for column in columns)
     for source_rows, source_slots in (
         (prefetched_rows, prefetched_slots),
         (device_rows, device_slots),
@@ -219,7 +223,7 @@ def _store_rows_xla(
         inside = jnp.where(
             slots >= 0, slots, column.shape[1]
         )  # negative ones would count from the end
-        after = _brought(column).at[batch, inside].set(row, mode="drop")
+        after = _on_device(column).at[batch, inside].set(row, mode="drop")
         stored.append(to_host(after) if in_host(column) else after)
     return tuple(stored)
 

@@ -112,7 +112,7 @@ def linear_xla(
     transposed: bool,
     dtype: np.dtype,
 ) -> Array:
-    """As `linear`, rounded to ``dtype`` after each operation."""
+    """The reference of `linear`: rounded to ``dtype`` after each operation."""
     x = x if norm is None else norm(x)
     if isinstance(kernel, Quantized):
         # Numbers of 8 bits are exact in every wider type.

@@ -89,21 +89,22 @@ def chain_shapes(
 
 
 def _run_chain(
-    product: Callable[..., Array],
+    matmul: Callable[..., Array],
     x: Array,
     ops: Sequence[Arrays],
     *,
     added: Sequence[int | None],
     gated: Sequence[bool],
 ) -> tuple[Array, ...]:
-    """As `linear_chain`, each matmul by ``product``.
+    """Run a `linear_chain` with ``matmul`` for each op.
 
-    ``added``: the index of the op whose result each adds, or None.
+    ``ops``: the arrays of each; ``added``: the index of the earlier op whose result it adds, or
+    None; ``gated``: whether it is gated.
     """
     results: list[Array] = []
     for (kernel, bias, norm, add), other, gates in zip(ops, added, gated, strict=True):
         add = add if other is None else results[other]
-        results.append(product(x, kernel, bias, norm, add, gated=gates))
+        results.append(matmul(x, kernel, bias, norm, add, gated=gates))
         x = results[-1]
     return tuple(results)
 

@@ -156,6 +156,7 @@ def _mxfp4(kernel: Array, leading: int) -> MXFP4:
     least = exponent + jnp.where(mantissa > 0.75, 1, 0) - 3
 
     def rounded(power: Array) -> tuple[Array, Array, Array]:
+        """Codes, scales, and each block's sum of squared errors, for scales of ``2**power``."""
         scales = jnp.clip(power + 127, _MIN_SCALE, _MAX_SCALE)
         scaled = jnp.ldexp(blocks, 127 - scales[..., None])
         codes = jnp.searchsorted(jnp.array(_BOUNDS), jnp.abs(scaled), method="compare_all")

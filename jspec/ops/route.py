@@ -87,7 +87,7 @@ def route_xla(
     *,
     experts: Experts,
 ) -> Routed:
-    """As `route`, of a norm that is rounded to the dtype of x."""
+    """The reference of `route`: the norm is rounded to the dtype of x."""
     x = x if norm is None else norm(x)
     float32 = jnp.float32
     logits = jnp.dot(x.astype(float32), kernel.astype(float32), precision=lax.Precision.HIGHEST)

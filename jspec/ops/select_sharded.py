@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.ops.hash import lengths_or
-from jspec.ops.selection import check_budget, rising, select
+from jspec.ops.selection import check_budget, select, sort_keys
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
 
@@ -82,7 +82,7 @@ def _of_scores(scores: Array, forced: Array, highest: int | None) -> list[tuple[
     """Digits of scores, each with its base; forced positions are equal and above all others."""
     if highest is not None:
         return [(jnp.where(forced, highest + 2, scores + 1), highest + 3)]
-    keys = jnp.where(forced, 0, rising(scores))
+    keys = jnp.where(forced, 0, sort_keys(scores))
     above = 2 ** (32 - 2 * DIGIT)
     first = jnp.where(forced, above, (keys >> 2 * DIGIT).astype(jnp.int32))
     pieces = (keys >> DIGIT, keys)

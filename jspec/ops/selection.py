@@ -104,14 +104,14 @@ def select_xla(
     recent: int,
     highest: int | None,
 ) -> Array:
-    """As `select`, by a stable sort of whole rows."""
+    """The reference of `select`: a stable sort of whole rows."""
     n = scores.shape[-1]
     slots = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     lengths = jnp.clip(lengths, 0, n)[..., None]
     counts = jnp.clip(counts[..., None], 0, jnp.minimum(k, lengths))
     forced = (slots < sinks) | (slots >= lengths - recent)
     rank = jnp.where(slots < lengths, jnp.where(forced, 0, 1), 2)
-    falling = jnp.where(rank == 1, ~rising(scores), 0)
+    falling = jnp.where(rank == 1, ~sort_keys(scores), 0)
     *_, order = lax.sort((rank, falling, slots), num_keys=2, is_stable=True)
     order = order[..., :k]
     in_budget = lax.broadcasted_iota(jnp.int32, order.shape, order.ndim - 1) < counts
@@ -123,16 +123,16 @@ def select_xla(
     )
 
 
-def rising(scores: Array) -> Array:
-    """uint32 numbers in the order of the scores, equal where the scores are."""
+def sort_keys(scores: Array) -> Array:
+    """uint32 numbers that rise as the scores do, and are equal where the scores are."""
     if scores.dtype == jnp.int32:
         return lax.bitcast_convert_type(scores, jnp.uint32) ^ np.uint32(2**31)
     # By bits alone: some devices take subnormal numbers for zero when they compare.
     bits = lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32)
     magnitude = bits & np.uint32(2**31 - 1)
-    rising = jnp.where(bits == magnitude, bits | np.uint32(2**31), ~bits)
-    rising = jnp.where(magnitude == 0, np.uint32(2**31), rising)
-    return jnp.where(magnitude > np.uint32(0x7F800000), np.uint32(0), rising)
+    keys = jnp.where(bits == magnitude, bits | np.uint32(2**31), ~bits)
+    keys = jnp.where(magnitude == 0, np.uint32(2**31), keys)
+    return jnp.where(magnitude > np.uint32(0x7F800000), np.uint32(0), keys)
 
 
 def select_sizes(scores: Array, *args: Array, k: int, **kwargs: int | None) -> dict[str, int]:

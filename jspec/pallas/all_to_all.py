@@ -28,7 +28,7 @@ MAX_BLOCKS = 64
 
 
 def all_to_all_pallas(pieces: Array, axes: Axes) -> Array:
-    """As `jspec.ops.all_to_all.OneSided` says it of ``run``."""
+    """Exchange ``pieces [ranks, ...]`` between the ranks of ``axes``: ``run`` of an `OneSided`."""
     shape, ranks = pieces.shape, pieces.shape[0]
     flat = pieces.reshape(ranks, math.prod(shape[1:]))
     size = flat.shape[1]

@@ -54,8 +54,10 @@ def shape_of(q: Array, k: Array, *, scored: bool = False) -> Shape:
 def attention_pallas(
     q: Array, k: Array, v: Array | None, positions: Array, **settings: Any
 ) -> tuple[Array, Array]:
-    """As `jspec.ops.attention.dense.attention`, for what `refuses` lets pass; ``settings`` are its
-    own, and ``blocks`` for another cut than the shape's."""
+    """The Pallas backend of `jspec.ops.attention`.
+
+    ``settings``: those of the operation, and ``blocks`` for other sizes than `blocks_for` gives.
+    """
     out, lse, _ = _attended(q, k, v, positions, None, **settings)
     return out, lse
 
@@ -63,7 +65,10 @@ def attention_pallas(
 def scored_attention_pallas(
     q: Array, k: Array, v: Array | None, positions: Array, probe: Array, **settings: Any
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.scored_attention`; ``settings`` as `attention_pallas` takes them."""
+    """The Pallas backend of `jspec.ops.scored_attention`.
+
+    ``settings``: those of the operation, and ``blocks`` for other sizes than `blocks_for` gives.
+    """
     out, lse, scores = _attended(q, k, v, positions, probe, **settings)
     assert scores is not None
     return out, lse, scores
@@ -83,6 +88,7 @@ def _attended(
     value_size: int | None,
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array, Array | None]:
+    """Output, log-sum-exp, and the scores of ``probe``, None without one."""
     assert v is not None  # `refuses`
     batch, tokens = q.shape[:2]
     kv_heads, shape = k.shape[2], shape_of(q, k, scored=probe is not None)
@@ -252,6 +258,11 @@ class _Partials:
                 plgpu.wait_smem_to_gmem(0)
 
     def _copier(self, sources, items, smem, full, free):
+        """The body of a loop that copies an item's queries, keys and values to shared memory.
+
+        ``full``: barriers that say that a buffer was filled; ``free``: that all have read it. The
+        carry: blocks copied and items read so far, and the item.
+        """
         (q, last, *probe), k, v = sources
         (q_smem, last_smem, *probe_smem), k_smem, v_smem = smem
         keys, sides, channels = self.blocks.keys, self.blocks.sides, self.shape.channels
@@ -296,7 +307,7 @@ class _Partials:
         return copy
 
     def _scorer(self, items, smem, scores, full, free):
-        """Returns a step that scores an item's keys; tiles that share keys write the same."""
+        """The body of a loop that scores an item's keys; tiles that share keys write the same."""
         probe_smem, k_smem, score_smem = smem
         keys, (key_stages, _) = self.blocks.keys, self.blocks.stages
 

@@ -31,6 +31,13 @@ class Compute:
         return Schedule(self.blocks, self.shape.slots)
 
     def __call__(self, group, items: Items, smem, results, full, free, clean):
+        """The body of a loop that computes an item, for the warpgroup number ``group``.
+
+        ``smem``: buffers of queries, their last positions, keys, values, and of results on their
+        way to ``results`` in global memory. ``full``: barriers that say that a buffer was filled;
+        ``free``: that it was read; ``clean``: that values past the end were set to 0. The carry:
+        blocks computed and items read so far, and the item.
+        """
         q_smem, last_smem, k_smem, v_smem, out_smem, row_smem = smem
         shape, keys, (key_stages, value_stages) = self.shape, self.blocks.keys, self.blocks.stages
         channels, part, piece = shape.channels, shape.part, swizzled_channels(shape.channels)

@@ -28,8 +28,8 @@ PROBES = 8  # copies of the probe query: a matmul has at least 8 columns
 SHARED = 223 * 1024  # bytes of shared memory for the large buffers
 FIRST, LARGEST = 512, 4096  # keys of the first chunk and of the largest, for few query rows
 FEW = 16  # query rows
-EVEN = 132  # multiprocessors that should read a row; the same on every GPU
-EVERYTHING = jnp.iinfo(jnp.int32).max
+MULTIPROCESSORS = 132  # that should read a row, those of an H200; the same on every GPU
+EVERYTHING = jnp.iinfo(jnp.int32).max  # a position after all others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def chunks_for(slots: int, streams: int, rows: int) -> Chunks:
     smallest, largest = FIRST * (1 if rows <= TILE else 2), LARGEST * factor
     levels, begin, until = [], 0, 8 * FIRST
     while begin < slots:
-        even = 2 * floor_power(max(begin * streams // EVEN, 2) - 1)
+        even = 2 * floor_power(max(begin * streams // MULTIPROCESSORS, 2) - 1)
         levels.append((min(until, slots), min(max(even * factor, smallest), largest)))
         begin, until = until, 2 * until
     return Chunks(tuple(levels))
@@ -104,7 +104,7 @@ class Shape:
     kv_heads: int
     rows: int  # T * G
     size: int
-    item: int  # bytes of an element
+    itemsize: int  # bytes of an element
     scored: bool = False
 
     @property
@@ -168,10 +168,10 @@ class Shape:
         """How many blocks of keys and of values fit into shared memory with all else."""
         queries = self.program_rows + PROBES * self.scored
         other_bytes = (
-            sides * queries * self.size * self.item + 2 * self.groups * TILE * self.part * 4
+            sides * queries * self.size * self.itemsize + 2 * self.groups * TILE * self.part * 4
         )
         other_bytes += 2 * keys * 4 * self.scored
-        block_count = min((SHARED - other_bytes) // (keys * self.size * self.item), 12)
+        block_count = min((SHARED - other_bytes) // (keys * self.size * self.itemsize), 12)
         return (block_count + 1) // 2, block_count // 2
 
 
@@ -199,7 +199,8 @@ class Blocks:
 def blocks_for(shape: Shape) -> Blocks:
     """Block sizes for a shape."""
     streams = shape.tiles * shape.kv_heads
-    if shape.tiles > 1 and streams > EVEN // 2:  # each reads all keys, and nothing is merged
+    # Where there are enough streams, each reads all keys, and nothing is merged.
+    if shape.tiles > 1 and streams > MULTIPROCESSORS // 2:
         chunks = Chunks(((shape.slots, -(-shape.slots // 128) * 128),))
     else:
         chunks = chunks_for(shape.slots, streams, shape.rows)
@@ -332,7 +333,10 @@ def _chunks(bounds: Array, blocks: Blocks) -> tuple[Array, ...]:
 
 
 def _tiles(bounds: Array) -> tuple[Array, ...]:
-    """As `_chunks`, all tiles with their only chunk; the last ones see most and come first."""
+    """Row, tile, first chunk and how many, for tiles with one chunk each.
+
+    The last ones come first, since they read most keys.
+    """
     batch, tiles = bounds.shape[:2]
     tile = jnp.repeat(jnp.arange(tiles - 1, -1, -1, dtype=jnp.int32), batch)
     row = jnp.tile(jnp.arange(batch, dtype=jnp.int32), tiles)

@@ -42,7 +42,7 @@ def blocks_for(sizes: Mapping[str, int]) -> Blocks:
 def pack_pallas(
     kv: Array, accepted: Array, *, blocks: Blocks | None = None
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.packing.pack_xla`; rows past the total are not specified."""
+    """The Pallas backend of `jspec.ops.packing.pack`: the fields of `Packed`."""
     batch, gamma, width = kv.shape
     size = kv.dtype.itemsize
     span = (blocks or blocks_for(kv_sizes(kv))).span // size

@@ -59,7 +59,7 @@ def verify_pallas(
     *,
     blocks: Blocks | None = None,
 ) -> tuple[Array, ...]:
-    """As `jspec.ops.verify.greedy_xla`."""
+    """The Pallas backend of `jspec.ops.verify.verify_greedy`: the fields of `Verified`."""
     batch, gamma = draft_tokens.shape
     stops = stop_tokens.shape[1]
     blocks = blocks or blocks_for(greedy_sizes(draft_tokens))

@@ -28,7 +28,10 @@ ENCODED = 1024
 def append_triton(
     q: Array, k: Array, v: Array, qk_rope: QKRope, keys: Array, values: Array, slots: Array
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.append.rotate_and_append`."""
+    """The Triton backend of `jspec.ops.append.rotate_and_append`.
+
+    It reads q, k and v in ``qk_rope.joined``.
+    """
     from jspec.triton.append_kernel import append_kernel, append_kernel_0_3
 
     kernel = append_kernel_0_3 if passes_aliases_twice() else append_kernel
@@ -47,7 +50,11 @@ def append_encode_triton(
     w: Array,
     slots: Array,
 ) -> tuple[Array, Array, Array, Array]:
-    """As `jspec.ops.append.rotate_append_encode`; many tokens take a launch for their codes."""
+    """The Triton backend of `jspec.ops.append.rotate_append_encode`.
+
+    It reads q, k and v in ``qk_rope.joined``. More than `ENCODED` keys take a second launch for
+    their codes.
+    """
     from jspec.triton.append_encode_kernel import append_encode_kernel, append_encode_kernel_0_3
 
     if math.prod(k.shape[:3]) > ENCODED:
@@ -71,7 +78,10 @@ def append_then_encode(
     w: Array,
     slots: Array,
 ) -> tuple[Array, Array, Array, Array]:
-    """As `append_encode_triton` in two launches: keys have the bits of `append_triton`."""
+    """`append_encode_triton` in two launches, whatever the number of keys.
+
+    So keys have the bits of `append_triton`, and codes do not depend on how many tokens there are.
+    """
     q, keys, values = append_triton(q, k, v, qk_rope, keys, values, slots)
     rows = jnp.arange(len(slots))[:, None]
     # Of the rotated keys the cache has the only copy; a slot past its end is not written.

@@ -8,8 +8,8 @@ from jspec.triton.append_kernel import append
 
 @triton.jit
 def encode(
-    one,
-    two,
+    first,
+    second,
     w,
     codes,
     head,
@@ -19,17 +19,22 @@ def encode(
     HALF: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Store the signs of a key ``[1, HALF]`` twice times the matrix of its head, word by word."""
+    """Store the hash code of a key: the signs of its matmul with the matrix of its head.
+
+    ``first``, ``second [1, HALF]``: the halves of the key, of SIZE channels in all; ``w [KV_HEADS,
+    SIZE, BITS]``. The code is written at ``place`` of ``codes`` where ``is_stored``, a word of 32
+    bits at a time.
+    """
     half = tl.arange(0, HALF)
     inside = (half < SIZE // 2)[:, None]
     bit = tl.arange(0, 32)
-    one = tl.trans(one.to(tl.float32))
-    two = tl.trans(two.to(tl.float32))
+    first = tl.trans(first.to(tl.float32))
+    second = tl.trans(second.to(tl.float32))
     at = w + (head * SIZE + half[:, None]) * BITS + bit[None, :]
     for word in tl.static_range(BITS // 32):
-        first = tl.load(at + word * 32, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(at + (SIZE // 2 * BITS + word * 32), mask=inside, other=0.0)
-        sums = tl.sum(one * first + two * second, axis=0)
+        first_weights = tl.load(at + word * 32, mask=inside, other=0.0).to(tl.float32)
+        second_weights = tl.load(at + (SIZE // 2 * BITS + word * 32), mask=inside, other=0.0)
+        sums = tl.sum(first * first_weights + second * second_weights, axis=0)
         ones = (sums > 0).to(tl.uint32) << bit.to(tl.uint32)
         tl.store(codes + place * (BITS // 32) + word, tl.sum(ones, axis=0), mask=is_stored)
 
@@ -61,15 +66,15 @@ def append_encode_kernel(
     VALUE_WIDTH: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """`append` and the codes of its keys, its caches given as they are before and after."""
-    one, two, place, is_stored = append(
+    """`append` and `encode`; ``keys``, ``values`` and ``codes`` are inputs and outputs in one."""
+    first, second, place, is_stored = append(
         *(joined, cosine, sine, slots, q_scale, k_scale, queries, keys, values),
         *(NORMED, SLOTS, TOKENS, KV_HEADS, GROUP, SIZE, VALUE, Q_EPS, K_EPS),
         *(GROUP_WIDTH, HALF, VALUE_WIDTH),
     )
     head = tl.program_id(0) % KV_HEADS
-    one, two = one.to(keys.dtype.element_ty), two.to(keys.dtype.element_ty)
-    encode(one, two, w, codes, head, place, is_stored, SIZE, HALF, BITS)
+    kind = keys.dtype.element_ty
+    encode(first.to(kind), second.to(kind), w, codes, head, place, is_stored, SIZE, HALF, BITS)
 
 
 @triton.jit
@@ -102,12 +107,12 @@ def append_encode_kernel_0_3(
     VALUE_WIDTH: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """The same for jax-triton 0.3, which gives the memory of an alias twice."""
-    one, two, place, is_stored = append(
+    """`append_encode_kernel` for jax-triton 0.3, which passes an alias as input and as output."""
+    first, second, place, is_stored = append(
         *(joined, cosine, sine, slots, q_scale, k_scale, queries, keys, values),
         *(NORMED, SLOTS, TOKENS, KV_HEADS, GROUP, SIZE, VALUE, Q_EPS, K_EPS),
         *(GROUP_WIDTH, HALF, VALUE_WIDTH),
     )
     head = tl.program_id(0) % KV_HEADS
-    one, two = one.to(keys.dtype.element_ty), two.to(keys.dtype.element_ty)
-    encode(one, two, w, codes, head, place, is_stored, SIZE, HALF, BITS)
+    kind = keys.dtype.element_ty
+    encode(first.to(kind), second.to(kind), w, codes, head, place, is_stored, SIZE, HALF, BITS)

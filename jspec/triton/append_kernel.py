@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def halves(x, at, live, SIZE: tl.constexpr, HALF: tl.constexpr):
-    """The two halves of heads that begin at ``at``."""
+    """The halves ``[heads, HALF]`` of heads of SIZE channels that begin at ``at``; 0 past them."""
     half = tl.arange(0, HALF)
     mask = live[:, None] & (half < SIZE // 2)[None, :]
     pointers = x + at[:, None] + half[None, :]
@@ -15,19 +15,24 @@ def halves(x, at, live, SIZE: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def turned(first, second, one, two, cosine, sine, EPS: tl.constexpr, SIZE: tl.constexpr):
-    """Both halves of heads, normed where there is a scale, ``one`` and ``two``, and rotated."""
+def norm_and_rotate(
+    first, second, first_scale, second_scale, cosine, sine, EPS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Both halves ``[heads, HALF]`` of heads of SIZE channels, normed and rotated: float32.
+
+    ``first_scale``, ``second_scale [HALF]``: the norm's, None for no norm; EPS: its epsilon.
+    """
     kind = first.dtype
     first = first.to(tl.float32)
     second = second.to(tl.float32)
-    if one is not None:
+    if first_scale is not None:
         mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / SIZE
         root = (1.0 / tl.sqrt_rn(mean + EPS))[:, None]
         # Rounded where the model rounds: after the norm, and after its scale.
-        one = one.to(tl.float32)[None, :]
-        two = two.to(tl.float32)[None, :]
-        first = ((first * root).to(kind).to(tl.float32) * one).to(kind).to(tl.float32)
-        second = ((second * root).to(kind).to(tl.float32) * two).to(kind).to(tl.float32)
+        first_scale = first_scale.to(tl.float32)[None, :]
+        second_scale = second_scale.to(tl.float32)[None, :]
+        first = ((first * root).to(kind).to(tl.float32) * first_scale).to(kind).to(tl.float32)
+        second = ((second * root).to(kind).to(tl.float32) * second_scale).to(kind).to(tl.float32)
     return first * cosine - second * sine, second * cosine + first * sine
 
 
@@ -55,9 +60,15 @@ def append(
     HALF: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """A program takes a KV head of a token: its queries, its key and its value.
+    """Norm and rotate the queries and the key of one KV head of a token; append key and value.
 
-    Returns both halves of the key, its place in the cache and whether it has one.
+    ``joined``: the projection ``[B, TOKENS, KV_HEADS, GROUP * SIZE + SIZE + VALUE]``. ``slots``:
+    the slot of each token, SLOTS for one that is not appended. GROUP: query heads of a KV head;
+    SIZE and VALUE: channels of a key and of a value; NORMED: whether queries and keys have norms,
+    with scales and epsilons. GROUP_WIDTH, HALF and VALUE_WIDTH: powers of 2, at least GROUP,
+    SIZE / 2 and VALUE.
+
+    Returns both halves of the key, its place in the cache and whether it was appended.
     """
     head = tl.program_id(0) % KV_HEADS
     token = (tl.program_id(0) // KV_HEADS).to(tl.int64)
@@ -76,30 +87,30 @@ def append(
     value = tl.load(joined + start + (GROUP * SIZE + SIZE) + channel, mask=there, other=0.0)
     c = tl.load(cosine + token * (SIZE // 2) + half, mask=inside, other=0.0)[None, :]
     s = tl.load(sine + token * (SIZE // 2) + half, mask=inside, other=0.0)[None, :]
-    q_one = tl.load(q_scale + half, mask=inside, other=0.0) if NORMED else None
-    q_two = tl.load(q_scale + half + SIZE // 2, mask=inside, other=0.0) if NORMED else None
-    k_one = tl.load(k_scale + half, mask=inside, other=0.0) if NORMED else None
-    k_two = tl.load(k_scale + half + SIZE // 2, mask=inside, other=0.0) if NORMED else None
+    q_scale_1 = tl.load(q_scale + half, mask=inside, other=0.0) if NORMED else None
+    q_scale_2 = tl.load(q_scale + half + SIZE // 2, mask=inside, other=0.0) if NORMED else None
+    k_scale_1 = tl.load(k_scale + half, mask=inside, other=0.0) if NORMED else None
+    k_scale_2 = tl.load(k_scale + half + SIZE // 2, mask=inside, other=0.0) if NORMED else None
 
-    one, two = turned(q_first, q_second, q_one, q_two, c, s, Q_EPS, SIZE)
+    first, second = norm_and_rotate(q_first, q_second, q_scale_1, q_scale_2, c, s, Q_EPS, SIZE)
     to = queries + ((token * KV_HEADS + head) * GROUP + query)[:, None] * SIZE + half[None, :]
     mask = live[:, None] & inside[None, :]
-    tl.store(to, one.to(queries.dtype.element_ty), mask=mask)
-    tl.store(to + SIZE // 2, two.to(queries.dtype.element_ty), mask=mask)
+    tl.store(to, first.to(queries.dtype.element_ty), mask=mask)
+    tl.store(to + SIZE // 2, second.to(queries.dtype.element_ty), mask=mask)
 
     place = (token // TOKENS * SLOTS + slot) * KV_HEADS + head
     is_stored = slot < SLOTS
-    one, two = turned(k_first, k_second, k_one, k_two, c, s, K_EPS, SIZE)
+    first, second = norm_and_rotate(k_first, k_second, k_scale_1, k_scale_2, c, s, K_EPS, SIZE)
     to = keys + place * SIZE + lone[:, None] + half[None, :]
     mask = is_stored & (lone == 0)[:, None] & inside[None, :]
     # Rounded as the queries are, also where the cache is of another type.
     kind = joined.dtype.element_ty
-    tl.store(to, one.to(kind).to(keys.dtype.element_ty), mask=mask)
-    tl.store(to + SIZE // 2, two.to(kind).to(keys.dtype.element_ty), mask=mask)
+    tl.store(to, first.to(kind).to(keys.dtype.element_ty), mask=mask)
+    tl.store(to + SIZE // 2, second.to(kind).to(keys.dtype.element_ty), mask=mask)
     tl.store(
         values + place * VALUE + channel, value.to(values.dtype.element_ty), mask=there & is_stored
     )
-    return one.to(kind), two.to(kind), place, is_stored
+    return first.to(kind), second.to(kind), place, is_stored
 
 
 @triton.jit
@@ -126,7 +137,7 @@ def append_kernel(
     HALF: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """`append`, its caches given as they are before and after."""
+    """`append` into ``keys`` and ``values``, which are inputs and outputs in one."""
     append(
         joined,
         cosine,
@@ -178,7 +189,7 @@ def append_kernel_0_3(
     HALF: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """The same for jax-triton 0.3, which gives the memory of an alias twice."""
+    """`append_kernel` for jax-triton 0.3, which passes an aliased array as input and as output."""
     append(
         joined,
         cosine,

@@ -74,9 +74,10 @@ def attention_triton(
     blocks: Blocks | None = None,
     exact: bool = False,
 ) -> tuple[Array, Array]:
-    """As `jspec.ops.attention`.
+    """The Triton backend of `jspec.ops.attention`.
 
-    ``exact``: the cut does not follow from T either, so that a row's bits follow from it alone.
+    ``blocks``: other block sizes than the tuned ones. ``exact``: the cut does not follow from T
+    either, so that a row's bits follow from it alone.
     """
     settings = {"key_positions": key_positions, "scale": scale, "window": window}
     settings |= {"softcap": softcap, "value_size": value_size, "blocks": blocks}
@@ -94,7 +95,10 @@ def attention_triton(
 def scored_attention_triton(
     q: Array, k: Array, v: Array | None, positions: Array, probe: Array, **settings: Any
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.scored_attention`; ``settings`` as `attention_triton` takes them."""
+    """The Triton backend of `jspec.ops.scored_attention`.
+
+    ``settings``: those of the operation, and ``blocks`` and ``exact`` of `attention_triton`.
+    """
     return _attended(q, k, v, positions, probe, **settings)
 
 

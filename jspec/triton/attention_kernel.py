@@ -8,7 +8,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def in_base_2(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Products of queries and keys as scores in base 2."""
+    """Dot products of queries and keys as scores in base 2, capped unless SOFTCAP is None."""
     if SOFTCAP is None:
         capped = scores * (SCALE * LOG2E)
     else:
@@ -25,7 +25,7 @@ def in_base_2(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def products_of(q, k, more_q=None, more_k=None):
-    """Products ``[ROWS, KEYS]`` of queries and keys, of whose channels ``more`` is a tile or None.
+    """Dot products ``[ROWS, KEYS]`` of queries and keys; ``more_q``, ``more_k``: more channels.
 
     Keys of another type than the queries are multiplied in float32, which the queries then are.
     """
@@ -51,9 +51,10 @@ def fold(
 ):
     """Add a tile of keys to the sums: weighted values, their weight, the maximum in base 2.
 
-    ``q [ROWS, WIDTH]``, ``k [KEYS, WIDTH]``, ``v [KEYS, VALUE_WIDTH]``, ``seen [ROWS, KEYS]``. What
-    no row sees must be finite. ``log_weights [ROWS, KEYS]``: added to the scores, natural log.
-    ``more_q [ROWS, REST]``, ``more_k [KEYS, REST]``: more channels of queries and keys.
+    ``q [ROWS, WIDTH]``, ``k [KEYS, WIDTH]``, ``v [KEYS, VALUE_WIDTH]``, ``visible [ROWS, KEYS]``:
+    which keys a row reads. What no row reads must be finite. ``log_weights [ROWS, KEYS]``: added to
+    the scores, natural log. ``more_q [ROWS, REST]``, ``more_k [KEYS, REST]``: more channels of
+    queries and keys.
     """
     acc, total, top = sums
     scores = in_base_2(products_of(q, k, more_q, more_k), SCALE, SOFTCAP)
@@ -93,9 +94,10 @@ def read_queries(
     TO_FLOAT32: tl.constexpr,
     FIRST: tl.constexpr = 0,
 ):
-    """A tile of queries, their WIDTH channels from FIRST on, in float32 where TO_FLOAT32.
+    """A tile ``[ROWS, WIDTH]`` of the queries number ``at``: their channels from FIRST on.
 
-    0 past their SIZE and where not ``active``.
+    In float32 where TO_FLOAT32. 0 past their SIZE, for rows that are not ``live``, and where the
+    program is not ``active``: it reads no key.
     """
     channel = FIRST + tl.arange(0, WIDTH)
     mask = (live & active)[:, None] & (channel < SIZE)[None, :]
@@ -116,9 +118,9 @@ def read_probe(probe, index, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def read_tile(base, offset, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr = 0):
-    """WIDTH channels from FIRST on of keys or values, one at each ``offset``.
+    """A tile ``[KEYS, WIDTH]`` of keys or values, at each ``offset``, in elements, from ``base``.
 
-    0 past their SIZE and where not ``read``.
+    Their channels from FIRST on; 0 past their SIZE and where not ``read``.
     """
     channel = FIRST + tl.arange(0, WIDTH)
     mask = read[:, None] & (channel < SIZE)[None, :]
@@ -127,7 +129,11 @@ def read_tile(base, offset, read, SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST
 
 @triton.jit
 def write_rows(out, lse, at, sums, live, active, VALUE: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """Store rows ``at`` of outputs, where ``active``, and of log-sum-exps."""
+    """Store rows number ``at`` of outputs, where the program is ``active``, and of log-sum-exps.
+
+    ``sums``: those of `fold`; ``live``: which of the tile's rows there are; VALUE: channels of an
+    output, of VALUE_WIDTH in the tile.
+    """
     result, exponent = finished(sums)
     channel = tl.arange(0, VALUE_WIDTH)
     mask = (live & active)[:, None] & (channel < VALUE)[None, :]
@@ -292,7 +298,7 @@ def attention_kernel(
     PARTS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """`attend` for one number of tokens, slots, tiles and parts."""
+    """`attend`, compiled for one number of tokens, slots, tiles and parts."""
     attend(
         q,
         k,

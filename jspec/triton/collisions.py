@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jspec import tuned
 from jspec.dispatch import Backend
-from jspec.ops.collisions import LEAST, code_words, collision_sizes
+from jspec.ops.collisions import MIN_COLLISIONS, code_words, collision_sizes
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
@@ -34,7 +34,7 @@ class Blocks:
 def collisions_triton(
     q_codes: Array, k_codes: Array, lengths: Array, *, tables: int, blocks: Blocks | None = None
 ) -> Array:
-    """As `jspec.ops.collisions.collision_scores`."""
+    """The Triton backend of `jspec.ops.collisions.collision_scores`; ``lengths``: int32 ``[B]``."""
     from jspec.triton.collisions_kernel import collision_score_kernel
 
     batch, slots, heads, words = k_codes.shape
@@ -56,7 +56,7 @@ def collisions_triton(
         HEADS=heads,
         QUERIES=queries,
         TABLES=tables,
-        LEAST=LEAST,
+        MIN_COLLISIONS=MIN_COLLISIONS,
         BITS=words // groups,
         GROUPS=groups,
         LANES=lanes,

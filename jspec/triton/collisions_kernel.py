@@ -41,7 +41,7 @@ def collision_score_kernel(
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     TABLES: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_COLLISIONS: tl.constexpr,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
@@ -49,9 +49,12 @@ def collision_score_kernel(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A program scores CHUNK slots of one head; those of the other heads lie between them.
+    """Scores of CHUNK slots of one KV head: in how many tables they share buckets with its queries.
 
-    LANES threads keep the code of a key in their registers, and take the queries one by one.
+    A code has GROUPS groups of 32 tables, each of BITS words. CHUNKS: chunks of a row; QUERIES:
+    query heads of a KV head, UNROLLED of them in a round of the loop; a query counts from
+    MIN_COLLISIONS of the TABLES on. LANES threads keep the code of a key in their registers, and
+    take the queries one by one.
     """
     WORDS: tl.constexpr = GROUPS * BITS
     WORDS_PER_LANE: tl.constexpr = (
@@ -74,14 +77,14 @@ def collision_score_kernel(
         for one in tl.static_range(UNROLLED):
             code = q_codes + (query + one) * WORDS
             query_words = words_of(code, GROUPS, 1, BITS, GROUPS, LANES)
-            apart = tl.zeros([CHUNK, LANES], tl.int32)
+            different = tl.zeros([CHUNK, LANES], tl.int32)
             for word in tl.static_range(0, WORDS_PER_LANE, BITS):
                 differ = key_words[word] ^ query_words[word]
                 for bit in tl.static_range(1, BITS):
                     differ |= key_words[word + bit] ^ query_words[word + bit]
-                apart += ones_in(differ)
-            met = TABLES - tl.sum(apart, axis=1)
-            score += tl.where(met >= LEAST, met, 0)
+                different += ones_in(differ)
+            shared = TABLES - tl.sum(different, axis=1)
+            score += tl.where(shared >= MIN_COLLISIONS, shared, 0)
     place = scores + (batch * HEADS + head) * SLOTS + first + slot
     stored_score = tl.where(read & (score > 0), score, -1)
     tl.store(place, stored_score, mask=first + slot < SLOTS)

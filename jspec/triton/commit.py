@@ -30,7 +30,11 @@ def commit_triton(
     max_logits: int = MAX_LOGITS,
     part: int = PART,
 ) -> tuple[Array, ...]:
-    """As `jspec.ops.commit.verify_and_commit`; the rows are updated in place."""
+    """The Triton backend of `jspec.ops.commit.verify_and_commit`: updates the rows in place.
+
+    A row of more than ``max_logits`` logits, padding included, is cut into parts of ``part`` logits
+    of a position, whose largest ones a launch before finds.
+    """
     from jspec.triton.commit_kernel import commit_kernel, commit_kernel_0_3
 
     batch, gamma = draft_tokens.shape

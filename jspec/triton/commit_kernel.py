@@ -8,7 +8,7 @@ from jspec.triton.verify_kernel import accepted_of, find_ends, write_blocks
 
 @triton.jit
 def cleaned(logits):
-    """As `jspec.ops.distribution.cleaned`."""
+    """Logits as float32, NaN as minus infinity and plus infinity as the largest float32."""
     x = logits.to(tl.float32)
     return tl.where(x != x, float("-inf"), tl.minimum(x, 3.4028234663852886e38))
 
@@ -24,7 +24,11 @@ def first_of_largest(x, token, axis: tl.constexpr):
 def parts_kernel(
     logits, tops, firsts, VOCABULARY: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr
 ):
-    """A program takes a part of a position."""
+    """The largest logit of each part of a position, and the first token that has it.
+
+    ``logits [positions, VOCABULARY]``; ``tops``, ``firsts [positions, PARTS]``. A part is PART
+    logits, a power of 2. A program takes one.
+    """
     pair = tl.program_id(0)
     token = pair % PARTS * PART + tl.arange(0, PART)
     inside = token < VOCABULARY
@@ -66,9 +70,12 @@ def commit(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A row a program; ``tokens``, ``cached`` and ``done`` are the memory of those before.
+    """Take the target's tokens, verify the draft, and commit a block, one batch row a program.
 
-    ``tops`` are logits where WHOLE says so, else those of parts with their tokens in ``firsts``.
+    ``tokens``, ``cached`` and ``done`` are the memory of those before. ``tops [B, GAMMA + 1,
+    WIDTH]``: the logits of each position where WHOLE, else the largest of each of its parts, with
+    their tokens in ``firsts``. SLOTS: tokens of a row; STOPS: stop tokens of a row. POSITIONS and
+    COLUMNS: powers of 2, at least GAMMA + 1 and WIDTH. TILE: positions that are compared at a time.
     """
     pair = tl.program_id(0)
     row = pair + tl.arange(0, 1)
@@ -159,7 +166,7 @@ def commit_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`commit`, its rows given once."""
+    """`commit`; ``tokens``, ``cached`` and ``done`` are inputs and outputs in one."""
     commit(
         tokens,
         cached,
@@ -223,7 +230,7 @@ def commit_kernel_0_3(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The same for jax-triton 0.3, which gives the memory of an alias twice."""
+    """`commit_kernel` for jax-triton 0.3, which passes an aliased array as input and as output."""
     commit(
         tokens_before,
         cached_before,

@@ -73,7 +73,7 @@ def verify_and_pack_triton(
     *,
     blocks: Blocks | None = None,
 ) -> tuple[Array, ...]:
-    """As `jspec.ops.fused.verify_and_pack`; rows past the total are not specified."""
+    """The Triton backend of `verify_and_pack`: the fields of `Verified` and of `Packed`."""
     from jspec.triton.fused_kernel import verify_and_pack_kernel
 
     batch, gamma, width = kv.shape

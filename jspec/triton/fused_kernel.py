@@ -32,10 +32,12 @@ def verify_and_pack_kernel(
     SCAN: tl.constexpr,
     EAGER: tl.constexpr,
 ):
-    """CHUNKS programs a batch row copy what it keeps, SPAN elements each and then the next ones.
+    """Verify, and pack the accepted KV rows: CHUNKS programs a batch row, SPAN elements at a time.
 
-    Each verifies its own row, and the rows before it to know its place, while its first elements
-    are on their way. EAGER: it reads those before it knows whether they are kept.
+    WIDTH: elements of a KV row, of which a batch row has GAMMA. STOPS: stop tokens of a row; TILE:
+    positions that are compared at a time; SCAN: earlier rows that are verified at a time. Each
+    program verifies its own row, and the rows before it to know its place, while its first elements
+    are on their way. EAGER: it reads those before it knows whether they are accepted.
     """
     batch_row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS

@@ -71,7 +71,7 @@ def gathered_triton(
     value_size: int | None,
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array]:
-    """As `jspec.ops.gathered_attention`."""
+    """The Triton backend of `jspec.ops.gathered_attention`."""
     from jspec.triton.gathered_kernel import gathered_kernel
 
     sizes = gathered_sizes(q, k, v, positions, selected)
@@ -153,15 +153,16 @@ def _merged(q: Array, kv_heads: int, chunks: int, out: Array, lse: Array) -> tup
 def cut_of(count: int, tail: int, step: int, least: int, blocks: Blocks) -> dict[str, int]:
     """How ``count`` selected slots and the ``tail`` are shared out, in steps of ``step`` slots.
 
-    There are at least ``least`` chunks, as long as each has `LEAST_STEPS`.
+    There are at least ``least`` chunks, as long as each has `LEAST_STEPS`. Returns constants of
+    `gathered_kernel`.
     """
-    selected, before = -(-count // step), -(-tail // step)
+    selected, tail_steps = -(-count // step), -(-tail // step)
     max_steps = max(blocks.chunk // step, 1)
     chunks = max(-(-selected // max_steps), min(least, selected // LEAST_STEPS))
-    listed = next_power(-(-(selected + before) // chunks) * step)
+    listed = next_power(-(-(selected + tail_steps) // chunks) * step)
     return {
-        "STEPS": selected + before,
-        "BEFORE": before,
+        "STEPS": selected + tail_steps,
+        "TAIL_STEPS": tail_steps,
         "LISTED": listed if listed <= blocks.listed else 0,
         "CHUNKS": chunks,
     }

@@ -7,12 +7,15 @@ from jspec.triton.attention_kernel import LOG2E, fold, read_queries, read_tile, 
 
 
 @triton.jit
-def slots_at(index, end, selected, tail, TAIL: tl.constexpr, AHEAD: tl.constexpr):
-    """The slots at these indices of the selection, below 0 those of the tail; -1 for none."""
+def slots_at(index, end, selected, tail, TAIL: tl.constexpr, TAIL_PADDED: tl.constexpr):
+    """The slots at these indices of the selection, up to ``end``; -1 for none.
+
+    Indices below 0 are those of the tail, of TAIL slots: it begins at -TAIL_PADDED.
+    """
     there = (index >= 0) & (index < end)
     where = selected + index
     if TAIL > 0:
-        later = index + AHEAD
+        later = index + TAIL_PADDED
         there |= (index < 0) & (later < TAIL)
         where = tl.where(index < 0, tail + later, where)
     return tl.load(where, mask=there, other=-1)
@@ -20,7 +23,7 @@ def slots_at(index, end, selected, tail, TAIL: tl.constexpr, AHEAD: tl.constexpr
 
 @triton.jit
 def weights_at(log_weights, at_query, live, index, end, slot, SELECTED: tl.constexpr):
-    """The log-weights of these queries for the slots at these indices; 0 for those of the tail."""
+    """Log-weights ``[ROWS, KEYS]`` of queries for the slots at these indices; 0 for the tail's."""
     there = (index >= 0) & (index < end) & (slot >= 0)
     where = log_weights + at_query[:, None] * SELECTED + index[None, :]
     return tl.load(where, mask=live[:, None] & there[None, :], other=0.0)
@@ -46,7 +49,7 @@ def attend_tile(
     weights=None,
     more_q=None,
 ):
-    """Add the keys and values number ``slot_index`` to the sums, where ``read``."""
+    """`fold` the keys and values number ``slot_index``, where ``read``, into the sums."""
     keys = read_tile(k, slot_index * SIZE, read, SIZE, WIDTH)
     more_keys = None
     if REST > 0:
@@ -91,7 +94,7 @@ def gathered_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
-    BEFORE: tl.constexpr,
+    TAIL_STEPS: tl.constexpr,
     LISTED: tl.constexpr,
     CHUNKS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -100,16 +103,16 @@ def gathered_kernel(
 
     HEADS * TOKENS * GROUP rows, ROWS of them a tile. A tile of keys holds those of HEADS heads at
     KEYS / HEADS slots: what a slot has of them is one run of memory. Each row sees its own head
-    alone. The tail is at indices below 0. It has the first BEFORE of the STEPS that CHUNKS share
-    evenly, the selection has the others; COUNTED: those that ``counts`` leaves. SHARED: the heads
-    share their selection, and otherwise HEADS is 1. WEIGHTED: ``log_weights`` are added to the
-    scores of the selection. LISTED: how many slots a program reads at once and keeps, a power of 2,
-    or 0 for one that reads them tile by tile. The channels of a key past WIDTH, where there are
-    any, are a tile REST wide.
+    alone. The tail is at indices below 0. It has the first TAIL_STEPS of the STEPS that CHUNKS
+    share evenly, the selection has the others; COUNTED: those that ``counts`` leaves. SHARED: the
+    heads share their selection, and otherwise HEADS is 1. WEIGHTED: ``log_weights`` are added to
+    the scores of the selection. LISTED: how many slots a program reads at once and keeps, a power
+    of 2, or 0 for one that reads them tile by tile. The channels of a key past WIDTH, where there
+    are any, are a tile REST wide.
     """
-    MINE: tl.constexpr = TOKENS * GROUP
+    ROWS_PER_HEAD: tl.constexpr = TOKENS * GROUP
     STEP: tl.constexpr = KEYS // HEADS
-    AHEAD: tl.constexpr = BEFORE * STEP
+    TAIL_PADDED: tl.constexpr = TAIL_STEPS * STEP
     head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
     rest = tl.program_id(0) // (KV_HEADS // HEADS)
     chunk = rest // TILES % CHUNKS
@@ -120,18 +123,18 @@ def gathered_kernel(
     last, steps = SELECTED, STEPS
     if COUNTED:
         last = tl.minimum(tl.maximum(tl.load(counts + list_of), 0), SELECTED)
-        steps = BEFORE + (last + STEP - 1) // STEP
-    begin = (chunk * steps // CHUNKS - BEFORE) * STEP
-    end = tl.minimum(((chunk + 1) * steps // CHUNKS - BEFORE) * STEP, last)
+        steps = TAIL_STEPS + (last + STEP - 1) // STEP
+    begin = (chunk * steps // CHUNKS - TAIL_STEPS) * STEP
+    end = tl.minimum(((chunk + 1) * steps // CHUNKS - TAIL_STEPS) * STEP, last)
     if LISTED > 0:
-        slots = slots_at(begin + tl.arange(0, LISTED), end, selected, tail, TAIL, AHEAD)
+        slots = slots_at(begin + tl.arange(0, LISTED), end, selected, tail, TAIL, TAIL_PADDED)
 
     number = rest % TILES * ROWS + tl.arange(0, ROWS)
-    live = number < HEADS * MINE
-    head_offset, row = number // MINE, number % MINE
+    live = number < HEADS * ROWS_PER_HEAD
+    head_offset, row = number // ROWS_PER_HEAD, number % ROWS_PER_HEAD
     position = tl.load(positions + batch_row * TOKENS + row // GROUP, mask=live, other=-1)
     newest = tl.max(position)
-    tail_position = tl.load(context_len + batch_row) + AHEAD
+    tail_position = tl.load(context_len + batch_row) + TAIL_PADDED
     at_query = (batch_row * TOKENS + row // GROUP) * (KV_HEADS * GROUP) + row % GROUP
     at_query += (head + head_offset) * GROUP
     TO_FLOAT32: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
@@ -154,7 +157,7 @@ def gathered_kernel(
             # The compiler looks ahead past the end, and must not leave the list.
             slot = tl.gather(slots, tl.minimum(index - begin, LISTED - 1), 0)
         else:
-            slot = slots_at(index, end, selected, tail, TAIL, AHEAD)
+            slot = slots_at(index, end, selected, tail, TAIL, TAIL_PADDED)
         at = tl.where(index < 0, tail_position + index, 0)
         read = (slot >= 0) & (at <= newest)
         visible = read[None, :] & mine if HEADS > 1 else read[None, :]
@@ -196,7 +199,7 @@ def gathered_kernel(
     if CHUNKS == 1:
         write_rows(out, lse, at_query, sums, live, True, VALUE, VALUE_WIDTH)
     else:
-        part = ((batch_row * KV_HEADS + head + head_offset) * CHUNKS + chunk) * MINE + row
+        part = ((batch_row * KV_HEADS + head + head_offset) * CHUNKS + chunk) * ROWS_PER_HEAD + row
         write_rows(out, lse, part, sums, live, begin < end, VALUE, VALUE_WIDTH)
 
 

@@ -38,7 +38,7 @@ def grouped_linear_triton(
     dtype: np.dtype,
     blocks: Blocks | None = None,
 ) -> Array:
-    """As `jspec.ops.grouped.grouped_linear`."""
+    """The Triton backend of `jspec.ops.grouped.grouped_linear`, with None for what is left out."""
     settings = {"gated": gated, "clamped": clamped, "dtype": dtype}
     launch = functools.partial(_launch, **settings, blocks=blocks)
     if isinstance(kernel, MXFP4):  # not differentiable

@@ -41,13 +41,17 @@ def grouped_linear_kernel(
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """A program takes ``WIDTH`` columns of a group, one of ``PARTS``, ``TILE`` rows at a time.
+    """A program takes WIDTH of the OUT columns of a group, one of PARTS, TILE rows at a time.
+
+    IN: inputs of a column, summed STEP at a time. Flags say which arguments there are, and GATED,
+    CLAMPED, with LIMIT and ALPHA, which activation follows. STAGES: of the loop's pipelining.
 
     ``starts [GROUPS + 1]``: the first row of each group, and one past the last. The next rows of a
     group find its weights in the L2. SEARCHED: there are fewer programs than groups, and a program
     looks for its group among those that have rows. GROUPS_WIDTH: a power of 2, at least GROUPS.
     SHARE: rows of the result for each row of x. GATED: the columns of gate lie before those of up.
-    SPLIT: weights are MXFP4, `added` says in how many parts; their scales are ``kernel_scales``.
+    SPLIT: in how many parts `added` sums MXFP4 weights, whose scales are ``kernel_scales``; 0 for
+    others.
     """
     group = tl.program_id(0) // PARTS
     if SEARCHED:

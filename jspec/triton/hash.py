@@ -35,7 +35,7 @@ class ScoreBlocks:
 def encode_triton(
     q: Array, k: Array | None, w: Array, *, blocks: EncodeBlocks | None = None
 ) -> tuple[Array, Array | None]:
-    """As `jspec.ops.hash.hash_encode_both`, or `jspec.ops.hash.hash_encode` without keys."""
+    """The Triton backend of `jspec.ops.hash.hash_encode_both`; without keys, of `hash_encode`."""
     from jspec.triton.hash_kernel import encode_kernel
 
     kv_heads, size, bits = w.shape
@@ -74,7 +74,7 @@ def hamming_triton(
     *,
     blocks: ScoreBlocks | None = None,
 ) -> Array:
-    """As `jspec.ops.hash.hamming_scores`."""
+    """The Triton backend of `jspec.ops.hash.hamming_scores`; ``lengths``: int32 ``[B]``."""
     from jspec.triton.hash_kernel import score_kernel
 
     batch, slots, heads, words = k_codes.shape

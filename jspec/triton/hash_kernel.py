@@ -20,16 +20,20 @@ def encode_kernel(
     TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """A program takes TILE vectors of one KV head: of each token its queries, then its key."""
-    EACH: tl.constexpr = GROUP + WITH_KEYS
+    """Hash codes of TILE vectors of one KV head: of each token its queries, then its key.
+
+    TOKENS: of all batch rows; HEADS: KV heads; GROUP: query heads of each; SIZE: channels of a
+    head, STEP of them at a time; BITS: of a code. WITH_KEYS: 1, or 0 for queries alone.
+    """
+    VECTORS_PER_TOKEN: tl.constexpr = GROUP + WITH_KEYS
     head = tl.program_id(0) % HEADS
     vector = tl.program_id(0) // HEADS * TILE + tl.arange(0, TILE)
-    token = (vector // EACH).to(tl.int64)
-    one = vector % EACH
+    token = (vector // VECTORS_PER_TOKEN).to(tl.int64)
+    index_in_token = vector % VECTORS_PER_TOKEN
     there = token < TOKENS
-    is_query = there & (one < GROUP)
-    is_key = there & (one == GROUP)
-    query_at = (token * HEADS + head) * GROUP + one
+    is_query = there & (index_in_token < GROUP)
+    is_key = there & (index_in_token == GROUP)
+    query_at = (token * HEADS + head) * GROUP + index_in_token
     key_at = token * HEADS + head
     bit = tl.arange(0, BITS)
     sums = tl.zeros([TILE, BITS], tl.float32)
@@ -90,7 +94,11 @@ def score_kernel(
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A program scores CHUNK slots of TILE heads of a batch row, whose codes lie together."""
+    """Hamming scores of CHUNK slots of TILE KV heads of a batch row, whose codes lie together.
+
+    CHUNKS: chunks of a row; GROUP: query heads of a KV head; WORDS: uint32 words of a code. SCALED:
+    scores are multiplied by the ``norms`` of the keys.
+    """
     PARTS: tl.constexpr = (HEADS + TILE - 1) // TILE
     batch = (tl.program_id(0) // (CHUNKS * PARTS)).to(tl.int64)
     head = tl.program_id(0) // CHUNKS % PARTS * TILE + tl.arange(0, TILE)[None, :]

@@ -7,7 +7,7 @@ from jspec.triton.mxfp4_kernel import mxfp4_sums
 
 
 @triton.jit
-def product(
+def matmul_tile(
     x,
     kernel,
     column_scale,
@@ -32,18 +32,20 @@ def product(
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The first TILE of ``rows``, and ``WIDTH`` columns: those of number ``block``.
+    """The first TILE of ``rows``, and WIDTH columns of the result: block number ``block`` of them.
 
-    All inputs of a column are summed in one order. SCALED: weights are of 8 bits, and each column
-    is times its ``column_scale``. SPLIT: weights are MXFP4, `added` says in how many parts; their
-    scales are ``column_scale``.
+    IN: inputs of a column, summed STEP at a time, in one order; OUT: columns. NORMED: x is divided
+    by its root mean square, with EPS, and times ``scale``; GATED: the kernel has the columns of the
+    gate, then of up; ADDED: ``add`` is added at the end. STAGES: of the loop's pipelining. SCALED:
+    weights are of 8 bits, and each column is times its ``column_scale``. SPLIT: in how many parts
+    `added` sums MXFP4 weights, whose scales are ``column_scale``; 0 for others.
     """
     row = tl.arange(0, TILE)[:, None]
     column = block * WIDTH + tl.arange(0, WIDTH)[None, :]
     there = column < OUT
     columns: tl.constexpr = 2 * OUT if GATED else OUT
-    at: tl.constexpr = IN if TRANSPOSED else 1
-    down: tl.constexpr = 1 if TRANSPOSED else columns
+    column_stride: tl.constexpr = IN if TRANSPOSED else 1
+    input_stride: tl.constexpr = 1 if TRANSPOSED else columns
     if SPLIT:
         total, gates, squares = mxfp4_sums(
             x + tl.arange(0, TILE) * IN,
@@ -77,12 +79,12 @@ def product(
                 squares += tl.sum(upcast * upcast, axis=1)
                 factor = tl.load(scale + index, mask=inside, other=0.0).to(tl.float32)
                 part = (upcast * factor[None, :]).to(part.dtype)
-            weights = kernel + index[:, None].to(tl.int64) * down + column * at
+            weights = kernel + index[:, None].to(tl.int64) * input_stride + column * column_stride
             mask = inside[:, None] & there
             if GATED:
                 gate = tl.load(weights, mask=mask, other=0.0).to(part.dtype)
                 gates = tl.dot(part, gate, gates, input_precision="tf32x3")
-                weights += OUT * at
+                weights += OUT * column_stride
             up = tl.load(weights, mask=mask, other=0.0).to(part.dtype)
             total = tl.dot(part, up, total, input_precision="tf32x3")
 
@@ -140,7 +142,7 @@ def linear_kernel(
     SPLIT: tl.constexpr,
 ):
     """A program takes all rows, which are one tile, and WIDTH columns of the result."""
-    product(
+    matmul_tile(
         x,
         kernel,
         column_scale,
@@ -202,7 +204,7 @@ def exact_linear_kernel(
     first = tl.program_id(0) % tiles * TILE
     # In int64: x and the result may have 2**31 elements, a tile of them has not.
     before = first.to(tl.int64)
-    product(
+    matmul_tile(
         x + before * IN,
         kernel,
         column_scale,

@@ -27,7 +27,7 @@ class Blocks:
 
 
 def carry(kv: Array) -> Array:
-    """``kv`` as integers of its size; nothing is copied."""
+    """``kv`` as integers of as many bytes an element; nothing is copied."""
     if kv.dtype == jnp.bool_:
         return kv
     return lax.bitcast_convert_type(kv, _CARRIERS[kv.dtype.itemsize])
@@ -41,7 +41,7 @@ def uncarry(packed: Array, dtype: jnp.dtype) -> Array:
 def pack_triton(
     kv: Array, accepted: Array, *, blocks: Blocks | None = None
 ) -> tuple[Array, Array, Array]:
-    """As `jspec.ops.packing.pack_xla`; rows past the total are not specified."""
+    """The Triton backend of `jspec.ops.packing.pack`: the fields of `Packed`."""
     from jspec.triton.pack_kernel import pack_kernel
 
     batch, gamma, width = kv.shape

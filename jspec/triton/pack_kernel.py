@@ -18,7 +18,11 @@ def pack_kernel(
     SPAN: tl.constexpr,
     COUNTS: tl.constexpr,
 ):
-    """What a batch row keeps is one run of elements: CHUNKS programs copy SPAN of them each."""
+    """Pack the accepted KV rows: CHUNKS programs a batch row, which copy SPAN elements each.
+
+    WIDTH: elements of a KV row, of which a batch row has GAMMA. COUNTS: how many counts of the rows
+    before are summed at a time. SPAN and COUNTS are powers of 2.
+    """
     batch_row = tl.program_id(0) // CHUNKS
     chunk = tl.program_id(0) % CHUNKS
     accepted_count = tl.minimum(tl.maximum(tl.load(accepted + batch_row), 0), GAMMA)

@@ -18,9 +18,9 @@ from jspec.parts import Experts
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MAX_TOKENS = 128  # tokens
+MAX_TOKENS = 128
 MAX_EXPERTS = 256
-MAX_PAIRS = 1024
+MAX_PAIRS = 1024  # of a token and an expert that it chooses
 FLOATS = ("bfloat16", "float16", "float32")
 
 
@@ -53,7 +53,7 @@ def route_triton(
     experts: Experts,
     blocks: Blocks | None = None,
 ) -> Routed:
-    """As `jspec.ops.route.route`, of a norm that is not rounded."""
+    """The Triton backend of `jspec.ops.route.route`: the norm is not rounded to the dtype of x."""
     run = differentiated_as(
         functools.partial(route_xla, experts=experts),
         functools.partial(_launch, experts=experts, blocks=blocks),

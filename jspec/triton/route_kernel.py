@@ -21,8 +21,9 @@ def route_logits_kernel(
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A program takes ``SPAN`` of the inputs, and ``WIDTH`` experts, one of ``PARTS``.
+    """Logits of experts, from SPAN of the IN inputs and for WIDTH experts, one of PARTS, a program.
 
+    TILE: a power of 2, at least ROWS; STEP: inputs of a tile.
     ``logits [splits, ROWS, EXPERTS]`` are sums over these inputs alone, ``squares [splits, ROWS]``
     those of the norm. Nothing is rounded to the dtype of x.
     """
@@ -77,7 +78,11 @@ def route_kernel(
     PAIRS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program takes all rows. TILE, EXPERTS_WIDTH, CHOICES, PAIRS: powers of 2 that hold them.
+    """Choose experts by the logits of SPLITS parts of the inputs, and sort the pairs by expert.
+
+    One program takes all rows. TILE, EXPERTS_WIDTH, CHOICES and PAIRS: powers of 2, at least ROWS,
+    EXPERTS, CHOSEN and ROWS * CHOSEN. CORRECTED: ``correction`` is added for the choice alone;
+    FACTOR: of the weights, which sum to 1 before if NORMALIZED.
 
     The place of a pair in the order is how many pairs come before it: those of an expert before
     its own, and earlier ones of the same. Pairs are compared CHUNK at a time.

@@ -50,7 +50,7 @@ def verify_triton(
     *,
     blocks: Blocks | None = None,
 ) -> tuple[Array, ...]:
-    """As `jspec.ops.verify.greedy_xla`."""
+    """The Triton backend of `jspec.ops.verify.verify_greedy`: the fields of `Verified`."""
     from jspec.triton.verify_kernel import verify_kernel
 
     batch, gamma = draft_tokens.shape

@@ -17,7 +17,12 @@ def find_ends(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Where the blocks of ROWS batch rows end: the event there, the length, the tokens, the bonus.
+    """Where the committed blocks of ROWS batch rows end.
+
+    GAMMA: draft tokens of a row; STOPS: stop tokens of a row; TILE: positions that are compared at
+    a time; ``live``: which of the rows there are. Returns, for each row, the event at its end
+    (4 times the distance from the last position, plus 2 where the draft is rejected and 1 where
+    the target stops), the draft's length, the target's tokens by tile, and the bonus token.
 
     A committed token is the target's own: the draft serves only to count. A block ends at its
     first position where the draft is rejected or the target stops. One maximum finds it, over the
@@ -111,7 +116,7 @@ def verify_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """ROWS rows a program, their positions side by side in tiles of TILE columns."""
+    """Verify ROWS of the BATCH rows a program, TILE positions at a time."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < BATCH
     event, length, tokens, bonus = find_ends(

@@ -39,7 +39,7 @@ def mean_weights_triton(
     softcap: float | None,
     blocks: Blocks | None = None,
 ) -> Array:
-    """As `jspec.ops.mean_weights`."""
+    """The Triton backend of `jspec.ops.mean_weights`."""
     from jspec.triton.weights_kernel import weights_kernel
 
     blocks = blocks or Blocks(**tuned.block("mean_weights", "triton", attention_sizes(q, k)))

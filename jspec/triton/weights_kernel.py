@@ -24,9 +24,11 @@ def weights_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """A program weighs KEYS slots of a KV head for its TOKENS * GROUP query rows, ROWS at a time.
+    """Mean softmax weights of KEYS slots of a KV head over its query rows.
 
-    Programs of neighbouring heads follow each other, as their keys do in memory.
+    There are TOKENS * GROUP rows, ROWS of them a tile. TILES: tiles of KEYS slots; SIZE: channels
+    of a key, of WIDTH in a tile. Programs of neighbouring heads follow each other, as their keys do
+    in memory.
     """
     head = tl.program_id(0) % KV_HEADS
     rest = tl.program_id(0) // KV_HEADS

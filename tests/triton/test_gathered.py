@@ -128,8 +128,8 @@ def test_heads_share_a_program_while_the_least_tile_holds_them(kv_heads, rows, m
 def test_chunks_follow_from_the_selection_and_the_heads(count, tail, step, least, chunks, listed):
     cut = cut_of(count, tail, step, least, dataclasses.replace(SMALL, chunk=512, listed=1024))
     assert (cut["CHUNKS"], cut["LISTED"]) == (chunks, listed)
-    assert (cut["STEPS"] - cut["BEFORE"]) * step >= count
-    assert cut["BEFORE"] * step >= tail
+    assert (cut["STEPS"] - cut["TAIL_STEPS"]) * step >= count
+    assert cut["TAIL_STEPS"] * step >= tail
 
 
 @pytest.mark.parametrize(

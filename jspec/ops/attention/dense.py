@@ -19,8 +19,8 @@ from jspec.ops.attention.softmax import accumulate, finish, grouped, start
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
-# Keys a step of xla_blocked: on a CPU a block of keys and values stays in a core's L2; a GPU, which
-# waits for the host in every round, wants fewer and larger ones.
+# Keys of a block of xla_blocked: on a CPU a block of keys and values stays in a core's L2; a GPU,
+# which waits for the host in every round, wants fewer and larger ones.
 BLOCK, GPU_BLOCK = 512, 2048
 
 
@@ -130,6 +130,7 @@ def _sees(positions: Array, key_positions: Array, group: int, window: int | None
 
 
 def _xla(q, k, v, positions, *, key_positions, scale, window, softcap, value_size):
+    """The reference of `attention`: the scores of all slots at once."""
     kv_heads = k.shape[2]
     v = values_in(k, v, value_size)
     if key_positions is None:
@@ -141,6 +142,10 @@ def _xla(q, k, v, positions, *, key_positions, scale, window, softcap, value_siz
 
 
 def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, value_size):
+    """`attention` block by block, with a running softmax, as far as the longest row reaches.
+
+    With ``key_positions``, over all blocks.
+    """
     slots, kv_heads = k.shape[1:3]
     group = q.shape[2] // kv_heads
     block = min(BLOCK if jax.default_backend() == "cpu" else GPU_BLOCK, slots)
@@ -160,8 +165,8 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
 
         part_k = part(k)
         part_v = values_in(part_k, None if v is None else part(v), value_size)
-        fresh = begin + jnp.arange(block) >= index * block
-        valid = _sees(positions, part(key_positions), group, window) & fresh[None, None]
+        is_first_read = begin + jnp.arange(block) >= index * block
+        valid = _sees(positions, part(key_positions), group, window) & is_first_read[None, None]
         return accumulate(carry, rows, part_k, part_v, valid[:, None], softcap)
 
     sums = start(rows, value_size if v is None else v.shape[3])

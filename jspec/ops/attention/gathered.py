@@ -130,6 +130,7 @@ def _xla(
     softcap,
     value_size,
 ) -> tuple[Array, Array]:
+    """The reference of `gathered_attention`: a copy of what was selected, and of the tail."""
     batch, tokens, heads, _ = q.shape
     kv_heads = k.shape[2]
     # One entry of a head axis where the heads share their selection.

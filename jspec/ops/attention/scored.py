@@ -72,6 +72,7 @@ def scored_attention(
 
 
 def _xla(q, k, v, positions, probe, *, scale, **settings):
+    """The reference of `scored_attention`: that of `attention`, and one more matmul."""
     compute_dtype = q.dtype if q.dtype == k.dtype else jnp.float32
     scores = jnp.einsum(
         "bkh,bskh->bks",

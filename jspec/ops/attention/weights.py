@@ -56,6 +56,7 @@ def mean_weights(
 
 
 def _xla(q: Array, k: Array, lse: Array, *, scale: float, softcap: float | None) -> Array:
+    """The reference of `mean_weights`."""
     kv_heads = k.shape[2]
     compute_dtype = q.dtype if q.dtype == k.dtype else jnp.float32
     rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads).astype(compute_dtype)
