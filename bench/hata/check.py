@@ -16,7 +16,7 @@ from jspec.cache import Cache
 from jspec.dispatch import use_backends
 from jspec.ops import gathered_attention, operations
 from jspec.policies import MagicPIG, Policy, ScoredPolicy
-from jspec.policies.budgeted import touched, whole_pages
+from jspec.policies.budgeted import max_pages_of, whole_pages
 from jspec.policies.policy import HashEncoder
 from jspec.typing import Array
 
@@ -97,7 +97,7 @@ def _forced(policy: ScoredPolicy) -> tuple[int, int]:
     """Numbers of first and last positions, or pages, that are always read."""
     page = policy.page_size
     recent = max(policy.recent, 1) if page > 1 else policy.recent
-    return whole_pages(policy.sinks, page), touched(recent, page)
+    return whole_pages(policy.sinks, page), max_pages_of(recent, page)
 
 
 @partial(Exact, static_argnums=(4, 5, 6))

@@ -29,7 +29,7 @@ from jspec.typing import Array
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 
 
-def nothing(layer: int, spec: LayerSpec) -> Shapes:
+def no_shapes(layer: int, spec: LayerSpec) -> Shapes:
     """No further columns or pages."""
     return {}
 
@@ -64,8 +64,17 @@ class Shards(Protocol):
         ...
 
     def merged(self, out: Array, lse: Array, up: Array | None = None) -> tuple[Array, Array]:
-        """The same, where ``out`` and ``lse`` of all queries over this device's keys are known
-        already.
+        """`attended`, from the result of ``read`` for all queries.
+
+        Args:
+            out: The output of all queries over the keys of this device.
+            lse: Its log-sum-exp.
+            up: ``[N, value size, H']``: the linear map of each head's output that the model asks
+                for.
+
+        Returns:
+            Output and log-sum-exp of the heads whose part of the model's output projection this
+            device has.
         """
         ...
 
@@ -120,9 +129,9 @@ class Cache:
         layouts: Sequence[Layout],
         batch: int,
         dtype: Any,
-        extra: Callable[[int, LayerSpec], Shapes] = nothing,
+        extra: Callable[[int, LayerSpec], Shapes] = no_shapes,
         sharding: Placing = None,
-        pages: Callable[[int, LayerSpec], Shapes] = nothing,
+        pages: Callable[[int, LayerSpec], Shapes] = no_shapes,
         page: int = 1,
         storage: HostStorage | None = None,
     ) -> Cache:
@@ -143,7 +152,7 @@ class Cache:
 
         host_layers = () if storage is None else storage.layers(specs)
 
-        def made(kind: str, layer: int, shapes: Shapes, size: int) -> dict[str, Array]:
+        def zeros(kind: str, layer: int, shapes: Shapes, size: int) -> dict[str, Array]:
             arrays = {}
             for name, (token_shape, column_dtype) in shapes.items():
                 shape = (batch, size, *token_shape)
@@ -158,10 +167,10 @@ class Cache:
             shapes = {"keys": ((spec.kv_heads, spec.key_size), dtype)}
             if not spec.values_in_keys:
                 shapes["values"] = ((spec.kv_heads, spec.value_size), dtype)
-            return made("columns", layer, shapes | dict(extra(layer, spec)), layout.size)
+            return zeros("columns", layer, shapes | dict(extra(layer, spec)), layout.size)
 
         def pages_of(layer: int, spec: LayerSpec, layout: Layout) -> dict[str, Array]:
-            return made("pages", layer, pages(layer, spec), -(-layout.size // page))
+            return zeros("pages", layer, pages(layer, spec), -(-layout.size // page))
 
         layers = list(enumerate(zip(specs, layouts, strict=True)))
         return cls(
@@ -235,7 +244,7 @@ class Cache:
         takes.
         """
         layout = self.layouts[layer]
-        return layout.slots(_last(positions, layout.capacity))
+        return layout.slots(_without_overwritten(positions, layout.capacity))
 
     def replaced(self, layer: int, **columns: Array) -> Cache:
         """The cache with these columns of a layer replaced; the others stay."""
@@ -325,7 +334,7 @@ def values_of(spec: LayerSpec, columns: Mapping[str, Array]) -> Array:
     return columns["values"]
 
 
-def _last(positions: Array, size: int) -> Array:
+def _without_overwritten(positions: Array, size: int) -> Array:
     """``positions [B, T]`` with -1 for those whose slot a later one of the same row takes."""
     if positions.shape[1] <= size:
         return positions

@@ -140,7 +140,10 @@ def _checked(block: Integers, problem: Problem, rows: int) -> Integers:
 
 
 def joint(problem: Problem, verifier: Verifier, rows: int, seed: int) -> tuple[Integers, Doubles]:
-    """The outcome of each request and the law of outcomes: all first tokens together."""
+    """The outcome of each request, and the probability of each outcome.
+
+    An outcome is all of the first ``problem.length`` tokens, as one number.
+    """
     tokens, _ = decoded(problem, verifier, rows, seed)
     law = law_of(problem.target[: problem.length], problem.temperature, problem.top_p)
     whole = functools.reduce(np.multiply.outer, law)
@@ -151,7 +154,11 @@ def joint(problem: Problem, verifier: Verifier, rows: int, seed: int) -> tuple[I
 def accepted(
     problem: Problem, verifier: Verifier, rows: int, seed: int
 ) -> tuple[Integers, Doubles]:
-    """As `joint`: the one draft token where it is accepted, min(p, q) of each, or none."""
+    """The outcome of each request, and the probability of each outcome.
+
+    An outcome is the draft token where it is accepted, with probability min(p, q), or one more for
+    a rejection.
+    """
     tokens, counts = decoded(problem, verifier, rows, seed)
     settings = problem.temperature, problem.top_p
     p, q = (law_of(logits[:1], *settings)[0] for logits in (problem.target, problem.draft))

@@ -109,12 +109,19 @@ class Exchange:
 
 
 def all_to_all_merge(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tuple[Array, Array]:
-    """Attention over the keys of all ranks of ``axes``, KVP's, of this one's share of the heads.
+    """Attention over the keys of all ranks, of this rank's share of the heads.
 
-    ``out [B, T, n, H]`` and ``lse [B, T, n]`` over this device's keys, for the heads of its TPA
-    group; what comes is ``[B, T, n / ranks, H]``. One message carries both, bit for bit: whole
-    numbers of the width of ``out``. Ranks are summed in their order, whatever arrives first
-    (Helix, section 2.1.2). ``by`` as in `jspec.ops.all_to_all.all_to_all`.
+    One message carries outputs and log-sum-exps, bit for bit: whole numbers of the width of
+    ``out``. Ranks are summed in their order, whatever arrives first (Helix, section 2.1.2).
+
+    Args:
+        out: ``[B, T, n, H]``: the output over this rank's keys, of the heads of its TPA group.
+        lse: float32 ``[B, T, n]``: its log-sum-exp.
+        axes: The mesh axes of KVP.
+        by: How to exchange, as in `jspec.ops.all_to_all.all_to_all`.
+
+    Returns:
+        The output ``[B, T, n / ranks, H]`` and its log-sum-exp ``[B, T, n / ranks]``.
     """
     width = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
     bits = lax.bitcast_convert_type(out, width)
@@ -131,7 +138,10 @@ def all_to_all_merge(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tupl
 
 
 def summed_weights(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array]:
-    """This rank's term of the attention over all ranks of ``axes``, float32, and their ``lse``."""
+    """This rank's term of the output over all ranks of ``axes``, float32, and their log-sum-exp.
+
+    The terms of all ranks sum to the output.
+    """
     highest = lax.pmax(lse, axes)
     finite = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp(lse - finite)

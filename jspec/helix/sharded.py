@@ -76,7 +76,7 @@ class Sharded:
         if not self.inside:
             return config
         layers = tuple(local_spec(spec, self.helix.tpa) for spec in config.layers)
-        return _Shape(config.vocab_size, layers, config.max_context, config.stop_tokens)
+        return _DeviceShape(config.vocab_size, layers, config.max_context, config.stop_tokens)
 
     @property
     def dtype(self) -> Any:
@@ -194,7 +194,7 @@ class Sharded:
                 return dataclasses.replace(node, inside=True)
             return part_of(self.helix, node) if isinstance(node, Cache) else node
 
-        return _over(of, tree)
+        return _map_nodes(of, tree)
 
     def _global_view(self, tree: Any) -> Any:
         """Undo `_device_view`: caches get the layouts and heads that they have outside the mesh."""
@@ -202,12 +202,12 @@ class Sharded:
         def of(node: Any) -> Any:
             return whole_of(self.helix, node) if isinstance(node, Cache) else node
 
-        return _over(of, tree)
+        return _map_nodes(of, tree)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
-    """The `jspec.ModelShape` of a device."""
+class _DeviceShape:
+    """A `jspec.ModelShape` whose layers have the key-value heads of one device."""
 
     vocab_size: int
     layers: tuple[LayerSpec, ...]
@@ -386,6 +386,6 @@ def _check_divides(name: str, size: int, settings: str, devices: int) -> None:
         raise ValueError(f"{name}={size} does not divide into {settings} devices; choose others")
 
 
-def _over(of: Callable[[Any], Any], tree: Any) -> Any:
+def _map_nodes(of: Callable[[Any], Any], tree: Any) -> Any:
     """``tree`` with ``of`` in the place of each model, cache and other leaf."""
     return jax.tree.map(of, tree, is_leaf=lambda node: isinstance(node, (Sharded, Cache)))

@@ -179,20 +179,24 @@ class SelectedAttend(Attend):
         up: Array | None,
         next_queries: Callable[[], Array] | None,
     ) -> tuple[Array, PassState]:
-        """As `_read` of a layer in host memory, and the state with its and the next one's rows."""
+        """Attention over the selection and the new positions of a layer in host memory.
+
+        Returns the output, and the state with this layer's rows and those of the next one, whose
+        fetch has begun.
+        """
         if selection.positions is None:
             raise ValueError(
                 f"{type(self.policy).__name__} selects no positions in layer {layer}, which lies "
                 "in host memory; leave it on the device by HostStorage(first_layer=)"
             )
-        columns, slots, new_slots, cache = fetch_selected(
+        columns, slots, cache = fetch_selected(
             state.cache, layer, selection.positions, self._new_positions, prefetched
         )
         state = dataclasses.replace(state, cache=cache)
         state, columns["keys"] = self._prefetch(layer, state, next_queries, columns["keys"])
         weights = None if selection.log_weights is None else selection.log_weights(q)
         out = read_slots(
-            *(cache, layer, q, columns, self.positions, (slots, new_slots, None)),
+            *(cache, layer, q, columns, self.positions, slots),
             *(self.context_len, weights, sinks, up),
         )
         return out, state

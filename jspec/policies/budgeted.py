@@ -61,7 +61,7 @@ class Budgeted(Policy):
 
     @property
     def floor(self) -> int:
-        """The least positions, or pages, that a ratio gives."""
+        """The least positions, or pages, that are selected where the budget is a ratio."""
         return self._always
 
     def within(
@@ -83,12 +83,21 @@ class Budgeted(Policy):
         pages = context_len if self.page_size == 1 else -(-context_len // self.page_size)
         k, budget = self.limits(size, context_len, budget_share)
         chosen = best(k, lengths=pages, **budget)
-        return chosen if self.page_size == 1 else _inside(chosen, self.page_size, context_len)
+        return chosen if self.page_size == 1 else _positions_of(chosen, self.page_size, context_len)
 
     def limits(
         self, size: int, context_len: Array, budget_share: float = 1.0
     ) -> tuple[int, dict[str, Any]]:
-        """The ``k`` and, by name, ``counts``, ``sinks`` and ``recent`` of `within`."""
+        """The budget as ``k``, ``counts``, ``sinks`` and ``recent`` of `jspec.ops.select`.
+
+        Args:
+            size: The capacity of the layer.
+            context_len: int32 ``[B]``: committed positions per row.
+            budget_share: The share of the budget to select.
+
+        Returns:
+            ``k``, and the others by name; in pages where `page_size` is above 1.
+        """
         size, budget = whole_pages(size, self.page_size), budget_share * self.budget
         is_ratio = isinstance(self.budget, float)
         if is_ratio:
@@ -102,7 +111,7 @@ class Budgeted(Policy):
         else:
             # Where it is the same for all rows, no array needs to say so.
             counts = None if budget >= self.page_size else jnp.zeros_like(context_len)
-        recent = touched(self._recent, self.page_size)
+        recent = max_pages_of(self._recent, self.page_size)
         sinks = whole_pages(self.sinks, self.page_size)
         # A capacity that the budget exceeds holds them all, whatever is a sink or recent.
         sinks = min(sinks, k)
@@ -118,7 +127,7 @@ class Budgeted(Policy):
     @property
     def _always(self) -> int:
         """How many positions, or pages, are read whatever they score."""
-        return whole_pages(self.sinks, self.page_size) + touched(self._recent, self.page_size)
+        return whole_pages(self.sinks, self.page_size) + max_pages_of(self._recent, self.page_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +182,7 @@ class ScoredPolicy(Budgeted):
         return highest(scores, k, **budget)
 
 
-def _inside(pages: Array, size: int, context_len: Array) -> Array:
+def _positions_of(pages: Array, size: int, context_len: Array) -> Array:
     """All positions of ``pages [..., n]`` that are below ``context_len [B]``."""
     inside = jnp.arange(size, dtype=jnp.int32).reshape(*[1] * pages.ndim, size)
     positions = jnp.where(pages[..., None] >= 0, pages[..., None] * size + inside, -1)
@@ -193,6 +202,6 @@ def whole_pages(positions: int, size: int) -> int:
     return -(-positions // size)
 
 
-def touched(positions: int, size: int) -> int:
-    """The most pages of ``size`` that so many neighbouring ``positions`` lie in."""
+def max_pages_of(positions: int, size: int) -> int:
+    """The most pages of ``size`` positions that so many neighbouring ``positions`` can lie in."""
     return min(positions, whole_pages(positions - 1, size) + 1)

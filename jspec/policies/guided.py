@@ -18,7 +18,7 @@ from jspec.policies.budgeted import Budgeted, whole_pages
 from jspec.policies.dense import Dense
 from jspec.policies.hata import Hata
 from jspec.policies.policy import Encoder, Policy
-from jspec.policies.scores import best_positions, carried, highest, in_order, softmax
+from jspec.policies.scores import best_positions, highest, in_order, max_with_previous, softmax
 from jspec.policies.selection import Selection
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
@@ -213,13 +213,16 @@ class Guided(Budgeted):
         return self._best(scores, cache, layer, context_len)
 
     def _best(self, scores: Array, cache: Cache, layer: int, context_len: Array) -> Array:
-        """As `pick`, by the ``scores`` as they are."""
+        """The positions of the highest ``scores [B, K, S]``, summed over heads unless ``per_head``.
+
+        int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``, all below ``context_len [B]``.
+        """
         layout = cache.layouts[layer]
         if not self.per_head:
             scores = scores.sum(axis=1)
             scores = scores if cache.shards is None else cache.shards.over_heads(scores)
         if self.ahead:
-            scores, layout = carried(scores, layout, self.ahead, context_len)
+            scores, layout = max_with_previous(scores, layout, self.ahead, context_len)
 
         def best(k: int, **budget: Any) -> Array:
             if self.page_size == 1:
@@ -230,7 +233,10 @@ class Guided(Budgeted):
         return self.within(best, layout.capacity, context_len)
 
     def initial_selection(self, kv_heads: int, size: int, context_len: Array) -> Array:
-        """What a draft reads before any verification: the first positions, and the last ones."""
+        """What a draft reads before any verification: the first positions, and the last ones.
+
+        ``size``: the capacity of the layer. int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``.
+        """
 
         def best(k: int, *, sinks: int, recent: int, **budget: Any) -> Array:
             later = jnp.arange(whole_pages(size, self.page_size), dtype=jnp.int32)[None]
@@ -287,5 +293,5 @@ def _page_means(scores: Array, size: int, context_len: Array) -> Array:
     def by_page(x: Array) -> Array:
         return jnp.pad(x, pad).reshape(*x.shape[:-1], -1, size).sum(axis=-1)
 
-    total, many = by_page(jnp.where(inside, scores, 0)), by_page(inside.astype(jnp.float32))
-    return total / jnp.maximum(many, 1)
+    total, counts = by_page(jnp.where(inside, scores, 0)), by_page(inside.astype(jnp.float32))
+    return total / jnp.maximum(counts, 1)

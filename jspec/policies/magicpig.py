@@ -14,7 +14,7 @@ from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.ops.collisions import (
-    LEAST,
+    MIN_COLLISIONS,
     bucket_codes,
     code_words,
     collision_scores,
@@ -30,7 +30,7 @@ from jspec.typing import Array, Model
 
 MAX_BITS = 16  # of a table's bucket
 TINY = 1e-6  # the least probability of a bit, and how far that of a table stays from 1
-RARE = 0.05  # expected collisions below which five or more are left out, 2e-6 of the rest
+RARE = 0.05  # expected collisions below which five or more are left out: 2e-6 of the probability
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class MagicPIG(ScoredPolicy):
         super().__post_init__()
         if not 1 <= self.bits <= MAX_BITS:
             raise ValueError(f"bits={self.bits} must be in [1, {MAX_BITS}]")
-        if self.tables < LEAST:
-            raise ValueError(f"tables={self.tables} must be at least {LEAST}")
+        if self.tables < MIN_COLLISIONS:
+            raise ValueError(f"tables={self.tables} must be at least {MIN_COLLISIONS}")
         if self.weights and self.every > 1:
             raise ValueError(
                 f"every={self.every} layers cannot read one sample with weights=true, which are of "
@@ -136,11 +136,11 @@ class MagicPIG(ScoredPolicy):
         ``always [B, K, n]``: which of them every query reads.
         """
         query_codes = bucket_codes(q, layer_params["projections"], self.tables)
-        met = jnp.moveaxis(collisions(query_codes, buckets, self.tables), 2, -1)
+        shared_tables = jnp.moveaxis(collisions(query_codes, buckets, self.tables), 2, -1)
         heads, q = q.shape[2], by_group(q, keys.shape[2])
         k = keys.astype(jnp.float32) - layer_params["center"][None, None]
         probability = log_probability(cosines(q, k), self.bits, self.tables)
-        weights = jnp.where(met >= LEAST, -probability, -jnp.inf)
+        weights = jnp.where(shared_tables >= MIN_COLLISIONS, -probability, -jnp.inf)
         weights = jnp.where(always[:, None, :, None], 0.0, weights)
         return weights.reshape(*weights.shape[:2], heads, -1)
 

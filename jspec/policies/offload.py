@@ -23,6 +23,7 @@ from jspec.cache.storage import (
 from jspec.ops.append import rotate_and_append
 from jspec.ops.host_rows import DeviceRows, PrefetchedRows
 from jspec.policies.policy import Policy, columns_of
+from jspec.policies.read import SelectedSlots
 from jspec.policies.selection import NewTokens
 from jspec.typing import Array
 
@@ -35,7 +36,10 @@ def is_offloaded(cache: Cache, layer: int) -> bool:
 def append_to_host(
     cache: Cache, layer: int, tokens: NewTokens, policy: Policy, policy_params: Any
 ) -> tuple[Array, Cache]:
-    """The rotated queries, and the cache with the new tokens."""
+    """Append tokens to a layer in host memory.
+
+    Returns the queries ``[B, T, N, H]``, normed and rotated, and the cache with the new tokens.
+    """
     slots, columns = cache.slots(layer, tokens.positions), cache.columns[layer]
     if tokens.qk_rope is not None and tokens.v is not None:
         # By the operation that appends on a device, into room for the new tokens alone: the same
@@ -80,7 +84,7 @@ def fetch_selected(
     selected: Array,
     new_positions: Array,
     prefetched: PrefetchedRows | None,
-) -> tuple[dict[str, Array], Array, Array, Cache]:
+) -> tuple[dict[str, Array], SelectedSlots, Cache]:
     """Fetch the keys and values of a layer at ``selected`` and at ``new_positions``.
 
     Args:
@@ -91,9 +95,8 @@ def fetch_selected(
         prefetched: Rows of the layer whose fetch has begun.
 
     Returns:
-        The fetched columns by name, ``[B, n + m, K, H]``; the slots in them of the selected
-        positions and of the new ones, as `jspec.ops.gathered_attention` takes them; and the cache,
-        with the selected rows as its `device_rows`.
+        The fetched columns by name, ``[B, n + m, K, H]``; the slots in them; and the cache, with
+        the selected rows as its `device_rows`.
     """
     device_rows = cache.device_rows_of(layer)
     by_head = _by_head(cache, layer, selected)
@@ -108,7 +111,8 @@ def fetch_selected(
         # What is selected is committed, so that its rows stay as they are; positions are slots.
         rows = DeviceRows(tuple(x[:, :count] for x in columns.values()), by_head)
         cache = cache.with_device_rows(layer, rows)
-    return columns, selected_slots, jnp.broadcast_to(new_slots, new_positions.shape), cache
+    new_slots = jnp.broadcast_to(new_slots, new_positions.shape)
+    return columns, SelectedSlots(selected_slots, new_slots), cache
 
 
 def prefetch_next(

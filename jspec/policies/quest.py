@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.config import LayerSpec
-from jspec.policies.budgeted import ScoredPolicy, check_page, touched
+from jspec.policies.budgeted import ScoredPolicy, check_page, max_pages_of
 from jspec.policies.policy import Pages
 from jspec.policies.scores import dots
 from jspec.typing import Array
@@ -49,20 +49,20 @@ class Quest(ScoredPolicy):
         after: Array,
         max_new: int,
     ) -> dict[str, Array]:
-        """Pages with new positions are computed again from all committed keys in them."""
+        """The ``fold`` of `Pages`: those with new positions, from all committed keys in them."""
         pages = cache.pages[layer]
-        count = touched(max_new, self.page)
+        count = max_pages_of(max_new, self.page)
         page = before[:, None] // self.page + jnp.arange(count, dtype=jnp.int32)[None]
-        inside = jnp.arange(self.page, dtype=jnp.int32)[None, None]
-        positions = page[..., None] * self.page + inside
+        offset = jnp.arange(self.page, dtype=jnp.int32)[None, None]
+        positions = page[..., None] * self.page + offset
         committed = (positions < after[:, None, None]) & (before < after)[:, None, None]
         rows = jnp.arange(len(before))[:, None, None]
         slots = cache.layouts[layer].slots(positions)
         keys = cache.keys(layer).at[rows, slots].get(mode="clip")
-        known = committed[..., None, None]
+        is_committed = committed[..., None, None]
         bounds = {
-            "low": jnp.where(known, keys, jnp.inf).min(axis=2),
-            "high": jnp.where(known, keys, -jnp.inf).max(axis=2),
+            "low": jnp.where(is_committed, keys, jnp.inf).min(axis=2),
+            "high": jnp.where(is_committed, keys, -jnp.inf).max(axis=2),
         }
         target = jnp.where(committed.any(axis=2), page, pages["low"].shape[1])
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,22 @@ from jspec.ops.attention.dense import attention
 from jspec.ops.attention.gathered import filled, gathered_attention
 from jspec.policies.selection import Selection
 from jspec.typing import Array
+
+
+class SelectedSlots(NamedTuple):
+    """Where a layer's queries read, as `jspec.ops.gathered_attention` takes it.
+
+    Attributes:
+        selected: int32 ``[B, n]`` or, per head, ``[B, K, n]``: the slots of the selected positions,
+            -1 for none.
+        new: int32 ``[B, m]``: the slots of the new positions, -1 for none.
+        counts: int32 ``[B]`` or ``[B, K]``: how many of the first ``selected`` slots there are, on
+            a device that has some of the positions only; None for all.
+    """
+
+    selected: Array
+    new: Array
+    counts: Array | None = None
 
 
 def read_whole(
@@ -42,7 +58,11 @@ def read_at(
     sinks: Array | None,
     up: Array | None,
 ) -> Array:
-    """As `read_columns`, also over the columns of other devices that share the rows."""
+    """Attention over ``columns`` of a layer and those of the other devices that share the rows.
+
+    ``positions`` int32 ``[B, T]``: of the queries; ``key_positions`` int32 ``[B, S]``: of the keys,
+    -1 for none; None where they are their indices.
+    """
 
     def read(q: Array, positions: Array) -> tuple[Array, Array]:
         return _attention(cache.specs[layer], q, columns, positions, key_positions)
@@ -66,7 +86,10 @@ def in_slots(cache: Cache, layer: int, positions: Array) -> tuple[Array, Array |
 def attended(
     cache: Cache, read: Read, q: Array, positions: Array, sinks: Array | None, up: Array | None
 ) -> Array:
-    """The output of ``read(q, positions)``, over the keys of all devices that share the rows."""
+    """The output of ``read(q, positions)``, over the keys of all devices that share the rows.
+
+    ``read`` returns output and log-sum-exp over the keys of this device.
+    """
     shards = cache.shards
     if shards is None:
         return finished(*read(q, positions), sinks, up)
@@ -74,7 +97,7 @@ def attended(
 
 
 def merged(cache: Cache, out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
-    """As `attended`, where ``out`` and ``lse`` of all queries are known already."""
+    """The output over the keys of all devices, from ``out`` and ``lse`` over those of this one."""
     shards = cache.shards
     if shards is None:
         return finished(out, lse, sinks, up)
@@ -160,22 +183,17 @@ def _attention(
     )
 
 
-def selected_slots(
-    layout: Layout, selected: Array, new_positions: Array
-) -> tuple[Array, Array, Array | None]:
-    """The slots of ``selected`` positions, -1 for none, and of ``new_positions [B, m]``.
-
-    Also, where the layout has some of the positions only, how many selected ones it has.
-    """
+def selected_slots(layout: Layout, selected: Array, new_positions: Array) -> SelectedSlots:
+    """The slots of ``selected`` positions, -1 for none, and of ``new_positions [B, m]``."""
     # Of a linear layout they are the positions: no kernel needs to say so.
     is_linear = isinstance(layout, LinearLayout)
     slots = selected if is_linear else jnp.where(selected >= 0, layout.slots(selected), -1)
     new_slots = layout.slots(new_positions)
     if not isinstance(layout, Stripe):
-        return slots, new_slots, None
+        return SelectedSlots(slots, new_slots)
     # Positions of other devices have no slot here.
     slots, new_slots = (jnp.where(x < layout.size, x, -1) for x in (slots, new_slots))
-    return slots, new_slots, filled(slots)
+    return SelectedSlots(slots, new_slots, filled(slots))
 
 
 def read_slots(
@@ -184,18 +202,26 @@ def read_slots(
     q: Array,
     columns: Mapping[str, Array],
     positions: Array,
-    slots: tuple[Array, Array, Array | None],
+    slots: SelectedSlots,
     context_len: Array,
     log_weights: Array | None,
     sinks: Array | None,
     up: Array | None,
 ) -> Array:
-    """Attention over ``slots`` of ``columns``, as `selected_slots` returns them.
+    """Attention over some slots of a layer, on all devices that share the rows.
 
-    ``context_len`` int32 ``[B]``: the first of the new positions; ``log_weights [B, T, N, n]``:
-    those of the selected ones, None for equal ones.
+    Args:
+        cache: The cache.
+        layer: The layer's index.
+        q: ``[B, T, N, H]``: queries.
+        columns: The keys and values to read, by name.
+        positions: int32 ``[B, T]``: positions of the queries, -1 for padding.
+        slots: The slots of ``columns`` to read.
+        context_len: int32 ``[B]``: the first of the new positions.
+        log_weights: float32 ``[B, T, N, n]``: those of the selected slots; None for equal ones.
+        sinks: The layer's attention sinks, if it has some.
+        up: The linear map of each head's output, if the layer has one.
     """
-    selected, new, counts = slots
 
     def read(q: Array, positions: Array) -> tuple[Array, Array]:
         return gathered_attention(
@@ -203,10 +229,10 @@ def read_slots(
             columns["keys"],
             columns.get("values"),
             positions,
-            selected,
-            new,
+            slots.selected,
+            slots.new,
             context_len,
-            counts=counts,
+            counts=slots.counts,
             log_weights=log_weights,
             **settings_of(cache.specs[layer]),
         )
@@ -221,7 +247,7 @@ def settings_of(spec: LayerSpec) -> dict[str, Any]:
 
 
 def finished(out: Array, lse: Array, sinks: Array | None, up: Array | None) -> Array:
-    """The output after the model's sinks and projection."""
+    """The output ``[B, T, N, H']`` after the model's ``sinks [N]`` and projection ``up``."""
     if sinks is not None:
         out = out * jax.nn.sigmoid(lse - sinks[None, None]).astype(out.dtype)[..., None]
     return projected(out, up)

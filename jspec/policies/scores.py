@@ -57,7 +57,7 @@ def best_positions(scores: Array, layout: Layout, k: int, **budget: Any) -> Arra
         **budget,
     )
     positions = jnp.where(slots >= 0, layout.at(slots), -1)
-    return _read_of(scores, slots, positions, **budget)
+    return _without_unread(scores, slots, positions, **budget)
 
 
 def softmax(scores: Array, layout: Layout, context_len: Array) -> Array:
@@ -65,7 +65,9 @@ def softmax(scores: Array, layout: Layout, context_len: Array) -> Array:
 
     0 in other slots. Of a `Stripe` over the slots of all devices.
     """
-    scores = jnp.where(_inside(scores, layout, context_len), scores.astype(jnp.float32), -jnp.inf)
+    scores = jnp.where(
+        _is_committed(scores, layout, context_len), scores.astype(jnp.float32), -jnp.inf
+    )
     top = scores.max(axis=-1, keepdims=True)
     axis = layout.axis if isinstance(layout, Stripe) else ()
     top = lax.pmax(top, axis) if axis else top
@@ -75,7 +77,7 @@ def softmax(scores: Array, layout: Layout, context_len: Array) -> Array:
     return weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
 
 
-def carried(
+def max_with_previous(
     scores: Array, layout: Layout, ahead: int, context_len: Array
 ) -> tuple[Array, LinearLayout | Stripe]:
     """For each position the highest score of itself and of the ``ahead`` ones before it.
@@ -92,11 +94,11 @@ def carried(
     Raises:
         ValueError: Where ``ahead`` is larger than the block of a `Stripe`.
     """
-    scores = jnp.where(_inside(scores, layout, context_len), scores, -jnp.inf)
+    scores = jnp.where(_is_committed(scores, layout, context_len), scores, -jnp.inf)
     if not isinstance(layout, Stripe):
         scores, layout = in_order(scores, layout), LinearLayout(layout.size)
         before = jnp.full((*scores.shape[:-1], ahead), -jnp.inf, scores.dtype)
-        return _best_up_to(before, scores), layout
+        return _max_with_previous(before, scores), layout
     if ahead > layout.block:
         raise ValueError(
             f"ahead={ahead} must be at most {layout.block}, the block of positions of a device"
@@ -108,11 +110,11 @@ def carried(
     none = jnp.full_like(before[..., :1, :], -jnp.inf)
     shifted = jnp.concatenate([none, before[..., :-1, :]], axis=-2)
     before = jnp.where(lax.axis_index(layout.axis) == 0, shifted, before)
-    return _best_up_to(before, blocks).reshape(scores.shape), layout
+    return _max_with_previous(before, blocks).reshape(scores.shape), layout
 
 
-def _best_up_to(before: Array, scores: Array) -> Array:
-    """The highest of each of ``scores [..., n]`` and the m before it.
+def _max_with_previous(before: Array, scores: Array) -> Array:
+    """The highest of each of ``scores [..., n]`` and the m scores before it.
 
     ``before [..., m]``: the scores before the first one.
     """
@@ -121,7 +123,7 @@ def _best_up_to(before: Array, scores: Array) -> Array:
     return functools.reduce(jnp.maximum, (whole[..., i : i + size] for i in range(ahead + 1)))
 
 
-def _inside(scores: Array, layout: Layout, context_len: Array) -> Array:
+def _is_committed(scores: Array, layout: Layout, context_len: Array) -> Array:
     """Which slots of ``scores [B, ..., S]`` have a position below ``context_len [B]``."""
     positions = layout.slot_positions(context_len - 1)
     return (positions >= 0).reshape(
@@ -143,10 +145,10 @@ def highest(scores: Array, k: int, **budget: Any) -> Array:
     Minus infinity, or a whole number below 0, is not read, unless ``budget`` forces it.
     """
     chosen = select(scores, k, **budget)
-    return _read_of(scores, chosen, chosen, **budget)
+    return _without_unread(scores, chosen, chosen, **budget)
 
 
-def _read_of(
+def _without_unread(
     scores: Array,
     slots: Array,
     positions: Array,
@@ -156,7 +158,11 @@ def _read_of(
     recent: int,
     **others: Any,
 ) -> Array:
-    """The chosen ``positions``, -1 for those whose scores, in ``slots``, are not to be read."""
+    """The selected ``positions``, -1 for those whose scores say that they are not to be read.
+
+    ``scores``: of all slots; ``slots``: those of the positions. Sinks and recent positions are read
+    whatever they score.
+    """
     none = -jnp.inf if jnp.issubdtype(scores.dtype, jnp.floating) else -1
     end = lengths.reshape(-1, *[1] * (positions.ndim - 1))
     forced = (positions < sinks) | (positions >= end - recent)

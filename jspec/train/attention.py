@@ -82,22 +82,28 @@ def views_of(
 @functools.partial(jax.jit, static_argnames=("spec", "size"))
 def _view(
     queries: Array, positions: Array, keys: Array, draw: Array, spec: LayerSpec, size: int
-) -> tuple[Array, Array, Array]:
+) -> Views:
+    """The `Views` of one text, without the leading axis.
+
+    ``positions [M]``: of the queries; ``draw [K, S]``: random numbers, whose largest choose the
+    random keys; ``size``: keys that each KV head chooses.
+    """
     k = keys.astype(jnp.float32)
     q = queries.astype(jnp.float32).reshape(len(queries), spec.kv_heads, -1, spec.key_size)
     slot = jnp.arange(len(k))[None]
     scored = (slot >= SINKS) & (slot <= positions[:, None] - RECENT)  # [M, S]
     weights = attention_weights(q, k, scored, spec).mean(axis=2)  # NaN for a query without any
     strength = jnp.nan_to_num(weights).max(axis=0)  # [K, S]
-    least = lax.top_k(strength, size // 2)[0][:, -1:]
+    threshold = lax.top_k(strength, size // 2)[0][:, -1:]
     random_scores = jnp.where(scored.any(axis=0)[None], draw, -1)
-    is_best = (strength >= least) & (strength > 0)
+    is_best = (strength >= threshold) & (strength > 0)
     chosen = lax.top_k(jnp.where(is_best, 1 + strength, random_scores), size)[1]
-    mine = jnp.take_along_axis(jnp.swapaxes(k, 0, 1), chosen[..., None], axis=1)
+    chosen_keys = jnp.take_along_axis(jnp.swapaxes(k, 0, 1), chosen[..., None], axis=1)
     weights = jnp.take_along_axis(weights, chosen[None], axis=2)
     is_scored = jnp.take_along_axis(scored[:, None], chosen[None], axis=2)
     total = weights.sum(axis=2, keepdims=True)
-    return q, mine, jnp.where(is_scored & (total > 0), weights / total, jnp.nan)
+    weights = jnp.where(is_scored & (total > 0), weights / total, jnp.nan)
+    return Views(q, chosen_keys, weights)
 
 
 def signs(x: Array) -> Array:
@@ -121,11 +127,12 @@ def attention_loss(w: Array, log_scale: Array, views: Views) -> Array:
         float32 ``[K]``, mean over the queries.
     """
     queries, keys, weights = views
-    products = jnp.einsum("kph,khr->kpr", keys, w)
-    products /= lax.stop_gradient(_size(products, (1, 2)))
-    asked = jnp.einsum("mkgh,khr->mkgr", queries, w)
-    asked = signs(asked / lax.stop_gradient(_size(asked, (3,)))).mean(axis=2)
-    scores = jnp.einsum("mkr,kpr->mkp", asked, signs(products))
+    key_products = jnp.einsum("kph,khr->kpr", keys, w)
+    key_products /= lax.stop_gradient(_root_mean_square(key_products, (1, 2)))
+    query_products = jnp.einsum("mkgh,khr->mkgr", queries, w)
+    query_products /= lax.stop_gradient(_root_mean_square(query_products, (3,)))
+    query_codes = signs(query_products).mean(axis=2)
+    scores = jnp.einsum("mkr,kpr->mkp", query_codes, signs(key_products))
     scores *= jnp.exp(log_scale)[None, :, None]
     is_scored = jnp.isfinite(weights)
     log_probabilities = jax.nn.log_softmax(jnp.where(is_scored, scores, -1e9), axis=2)
@@ -133,7 +140,7 @@ def attention_loss(w: Array, log_scale: Array, views: Views) -> Array:
     return terms.sum(axis=2).mean(axis=0)
 
 
-def _size(x: Array, axes: tuple[int, ...]) -> Array:
+def _root_mean_square(x: Array, axes: tuple[int, ...]) -> Array:
     """The root mean square of ``x`` over ``axes``, which stay."""
     return jnp.sqrt((x * x).mean(axis=axes, keepdims=True) + 1e-12)
 
@@ -173,6 +180,7 @@ def orthogonal(w: Array) -> Array:
 
 @jax.jit
 def _learn(first: Array, views: Views, order: Array) -> Learned:
+    """``first [K, H, R]``: the initial weights; ``order [steps]``: the text of each step."""
     adam = optax.adam(optax.cosine_decay_schedule(RATE, len(order)))
     scale = jnp.full(first.shape[:1], -0.5 * np.log(first.shape[2]), jnp.float32)
 

@@ -115,9 +115,9 @@ def page_scores(q: Array, k: Array, readable: Array, page: int) -> Array:
 
     def one(q: Array, readable: Array) -> Array:
         pages = k.reshape(-1, page, *k.shape[1:])
-        mine = readable.reshape(-1, page, 1, 1)
-        low = jnp.where(mine, pages, jnp.inf).min(axis=1)
-        high = jnp.where(mine, pages, -jnp.inf).max(axis=1)
+        is_readable = readable.reshape(-1, page, 1, 1)
+        low = jnp.where(is_readable, pages, jnp.inf).min(axis=1)
+        high = jnp.where(is_readable, pages, -jnp.inf).max(axis=1)
         bound = jnp.maximum(q[None] * low[:, :, None], q[None] * high[:, :, None])
         return bound.sum(axis=(2, 3)).T  # [K, pages]
 

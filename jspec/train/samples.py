@@ -24,7 +24,7 @@ POSITIVE = 10  # one pair in so many of a query
 HIGHEST, LOWEST, NEGATIVE = 20.0, 1.0, -1.0  # labels: of the positive pairs, and of the others
 BLOCK = 256  # pairs of one query that are drawn together
 MIN_TOKENS = 16  # of a text; the positive pairs of a shorter one would be none
-ASKED = 16  # queries of a pass, rounded up to this
+QUERY_MULTIPLE = 16  # the queries of a pass are padded to a multiple of it
 OnPiece = Callable[[int, int], None]
 
 
@@ -84,9 +84,10 @@ def prefill(
     capacity = -(-max(room, total) // chunk) * chunk
     specs = model.config.layers
     cache = Cache.create(specs, [LinearLayout(capacity)] * len(specs), 1, model.dtype)
-    # As many of each pass, for the same reason.
-    asked = np.full(-(-len(query_positions) // ASKED) * ASKED, -1, np.int32)
-    asked[: len(query_positions)] = query_positions
+    # As many in each pass, so that passes share a program.
+    padded_count = -(-len(query_positions) // QUERY_MULTIPLE) * QUERY_MULTIPLE
+    padded_positions = np.full(padded_count, -1, np.int32)
+    padded_positions[: len(query_positions)] = query_positions
     queries: tuple[np.ndarray, ...] = ()
     for begin in range(0, total, chunk):
         end = min(begin + chunk, total)
@@ -94,7 +95,7 @@ def prefill(
         piece[0, : end - begin] = tokens[begin:end]
         where = begin + np.arange(chunk, dtype=np.int32)
         where = np.where(where < total, where, -1)[None]
-        piece_queries, cache = _piece(model, cache, piece, where, asked - begin)
+        piece_queries, cache = _piece(model, cache, piece, where, padded_positions - begin)
         inside = (begin <= query_positions) & (query_positions < end)
         if inside.any():
             new_queries = [np.asarray(x)[: len(query_positions)] for x in piece_queries]
@@ -109,9 +110,9 @@ def prefill(
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _piece(
-    model: Model, cache: Cache, tokens: Array, positions: Array, asked: Array
+    model: Model, cache: Cache, tokens: Array, positions: Array, indices: Array
 ) -> tuple[tuple[Array, ...], Cache]:
-    """Append ``tokens [1, T]`` to the cache and return each layer's queries at indices ``asked``.
+    """Append ``tokens [1, T]`` to the cache and return each layer's queries at ``indices``.
 
     An index outside the pass gives the query of another token.
     """
@@ -121,7 +122,7 @@ def _piece(
     # It does not accept `qk_rope`: the model passes queries that are normed and rotated.
     class RecordingAttend(Attend):
         def __call__(self, layer, q, k, v, cache, /, *, sinks=None, up=None, **_):
-            layer_queries.append(jnp.take(q[0], asked, axis=0, mode="clip"))
+            layer_queries.append(jnp.take(q[0], indices, axis=0, mode="clip"))
             return inner(layer, q, k, v, cache, sinks=sinks, up=up)
 
     _, cache = model(tokens, positions, RecordingAttend(), cache)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jspec.cache import LinearLayout, StripedLayout
-from jspec.policies.scores import carried, softmax
+from jspec.policies.scores import max_with_previous, softmax
 
 SIZE, LENGTHS = 48, (48, 0, 1, 17)
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -36,8 +36,10 @@ def shared(of, scores: np.ndarray, ranks: int) -> np.ndarray:
 def test_the_best_of_those_before_cross_devices(ranks, ahead):
     scores = np.random.default_rng(ahead).normal(size=(4, 2, SIZE)).astype(np.float32)
     context_len = jnp.asarray(LENGTHS, jnp.int32)
-    result = shared(lambda x, layout: carried(x, layout, ahead, context_len)[0], scores, ranks)
-    alone, layout = carried(jnp.asarray(scores), LinearLayout(SIZE), ahead, context_len)
+    result = shared(
+        lambda x, layout: max_with_previous(x, layout, ahead, context_len)[0], scores, ranks
+    )
+    alone, layout = max_with_previous(jnp.asarray(scores), LinearLayout(SIZE), ahead, context_len)
     assert layout == LinearLayout(SIZE)
     np.testing.assert_array_equal(result, alone)
     for row, length in enumerate(LENGTHS):
@@ -49,7 +51,11 @@ def test_the_best_of_those_before_cross_devices(ranks, ahead):
 def test_more_than_a_block_ahead_is_refused():
     context_len = jnp.asarray(LENGTHS, jnp.int32)
     with pytest.raises(ValueError, match="ahead=5 must be at most 4, the block of positions"):
-        shared(lambda x, layout: carried(x, layout, 5, context_len)[0], np.zeros((4, 2, SIZE)), 2)
+        shared(
+            lambda x, layout: max_with_previous(x, layout, 5, context_len)[0],
+            np.zeros((4, 2, SIZE)),
+            2,
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -8,6 +8,7 @@ bytes on a link. Values that the paper does not state are fields of `Constants`.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -177,6 +178,20 @@ def attention_seconds(
     return attention + constants.attention_us * 1e-6
 
 
+class FeedForwardCost(NamedTuple):
+    """What feed-forward layers take of a GPU in a step.
+
+    Attributes:
+        seconds: Of reading weights and of arithmetic.
+        collective_seconds: Of the messages.
+        weights: Number of weights that the GPU has.
+    """
+
+    seconds: Floats
+    collective_seconds: Floats
+    weights: Floats
+
+
 class _Step:
     """The parts of a step; sizes are of one GPU and one layer unless they say otherwise."""
 
@@ -281,8 +296,8 @@ class _Step:
             chunks *= 2
         return span, sequential - span
 
-    def feed_forward(self) -> tuple[Floats, Floats, Floats]:
-        """Seconds of all layers, seconds of their collectives, and the weights of all layers."""
+    def feed_forward(self) -> FeedForwardCost:
+        """The cost of the feed-forward of all layers."""
         shape, layouts = self.shape, self.layouts
         width = np.where(
             self.is_medha, layouts.tpf, np.where(self.is_ep, layouts.tpa, layouts.stage)
@@ -292,17 +307,21 @@ class _Step:
         time = self.matmul(dense, rows)
         messages = self.all_reduce(width, rows * shape.hidden)
         if not shape.experts:
-            return time * shape.layers, messages * shape.layers, dense * shape.layers
-        expert, expert_messages, expert_weights = self.experts(rows)
+            layers = shape.layers
+            return FeedForwardCost(time * layers, messages * layers, dense * layers)
+        experts = self.experts(rows)
         count, others = shape.dense_layers, shape.layers - shape.dense_layers
-        return (
-            time * count + expert * others,
-            messages * count + expert_messages * others,
-            dense * count + expert_weights * others,
+        return FeedForwardCost(
+            time * count + experts.seconds * others,
+            messages * count + experts.collective_seconds * others,
+            dense * count + experts.weights * others,
         )
 
-    def experts(self, rows: Floats) -> tuple[Floats, Floats, Floats]:
-        """As `feed_forward`, for one layer of experts, chosen uniformly by tokens."""
+    def experts(self, rows: Floats) -> FeedForwardCost:
+        """The cost of one layer of experts, which tokens choose uniformly.
+
+        ``rows``: those that the shared experts of a GPU compute.
+        """
         shape, layouts = self.shape, self.layouts
         size = 3 * shape.hidden * shape.expert_ffn
         expert_count = shape.experts / layouts.ep
@@ -323,14 +342,14 @@ class _Step:
         # Expert parallelism: GPUs with different rows send each token to its experts and back.
         by_token = 2 * self.gather(layouts.stage, rows * shape.experts_per_token * shape.hidden)
         by_token = by_token + self.all_reduce(layouts.tpf, hidden * parts / layouts.ep)
-        return (
+        return FeedForwardCost(
             time,
             np.where(self.is_ep, by_token, helix),
             expert_count * size / layouts.tpf + shared,
         )
 
     def matmul(self, weights: ArrayLike, rows: ArrayLike) -> Floats:
-        """Seconds of a matmul of ``rows`` with ``weights``."""
+        """Seconds of a matmul of ``rows`` with so many ``weights``."""
         weights = np.asarray(weights, float)
         return np.maximum(
             self.read(weights * self.constants.bytes_per_value),
@@ -338,19 +357,22 @@ class _Step:
         )
 
     def read(self, size: ArrayLike) -> Floats:
+        """Seconds to read ``size`` bytes of memory."""
         rate = self.hardware.memory_gbps * 1e9 * self.constants.memory_share
         return np.asarray(size, float) / rate
 
     def arithmetic(self, operations: ArrayLike) -> Floats:
+        """Seconds of so many floating-point operations."""
         rate = self.hardware.tflops * 1e12 * self.constants.arithmetic_share
         return np.asarray(operations, float) / rate
 
     def link(self, size: ArrayLike) -> Floats:
+        """Seconds to send ``size`` bytes over a link, without latency."""
         rate = self.hardware.link_gbps * 1e9 * self.constants.link_share
         return np.asarray(size, float) / rate
 
     def message(self, values: ArrayLike) -> Floats:
-        """Seconds to send activations to one neighbour."""
+        """Seconds to send so many activation ``values`` to one neighbour, with latency."""
         size = np.asarray(values, float) * self.constants.bytes_per_activation
         return self.constants.collective_us * 1e-6 + self.link(size)
 
