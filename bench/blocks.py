@@ -107,7 +107,7 @@ def _microseconds(
 ) -> float | None:
     """The time of a case by these block sizes, None where it fails or is wrong."""
     jax.clear_caches()  # programs traced with other block sizes
-    with tuned.using(trial):
+    with tuned.use_blocks(trial):
         rows = benchmark.measure(case, settings)
     times = [time.median for row in rows if (time := best_clock(row)) is not None]
     return min(times, default=None)

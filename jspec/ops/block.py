@@ -66,10 +66,10 @@ def accepted(
     lengths = jnp.minimum(draft_lengths, gamma)[:, None]
     token_chance = chance[:, 1:]
     inner_chance = token_chance[:, :-1]
-    over = _masses(inner_chance, _positions(p, 1, gamma), _positions(q, 1, gamma), vocabulary)
+    masses = _masses(inner_chance, _positions(p, 1, gamma), _positions(q, 1, gamma), vocabulary)
     is_last = index == lengths
     # No draft token follows the last one: it gets all of the chance.
-    mass = jnp.where(is_last, token_chance, jnp.pad(over, ((0, 0), (0, 1))))
+    mass = jnp.where(is_last, token_chance, jnp.pad(masses, ((0, 0), (0, 1))))
     whole = jnp.where(is_last, jnp.uint64(ONE), mass + (ONE - token_chance))
     ends = (uint64.high64(numbers, whole) < mass) | (token_chance == ONE)
     return jnp.where(ends & (index <= lengths), index, 0).max(axis=1)
@@ -83,8 +83,8 @@ def residual(
 
     ``chance`` uint64 ``[B]``: the result of `chances` at the number of accepted tokens.
     """
-    over = _over(chance[:, None, None], p_next, q_next)
-    return p_next._replace(weights=over, shift=jnp.zeros_like(p_next.shift))
+    excess = _excess(chance[:, None, None], p_next, q_next)
+    return p_next._replace(weights=excess, shift=jnp.zeros_like(p_next.shift))
 
 
 def _masses(
@@ -93,22 +93,23 @@ def _masses(
     """Masses of the residuals, uint64 like ``chance [B, T]``."""
     if chance.shape[1] == 0:
         return chance
-    over = _over(chance[..., None, None], p, q)
-    return total(over, jnp.zeros_like(p.shift), vocabulary)[..., 0]
+    excess = _excess(chance[..., None, None], p, q)
+    return total(excess, jnp.zeros_like(p.shift), vocabulary)[..., 0]
 
 
-def _over(chance: Array, p: TokenDistribution, q: TokenDistribution) -> Array:
+def _excess(chance: Array, p: TokenDistribution, q: TokenDistribution) -> Array:
+    """``max(chance * p - q, 0)`` of each token, uint64 in units of 2**-53."""
     p_tokens, q_tokens = _times(chance, p.probabilities()), q.probabilities()
     return jnp.where(q_tokens < p_tokens, p_tokens - q_tokens, 0)
 
 
 def _times(a: Array, b: Array) -> Array:
-    """The product of two probabilities, rounded down."""
+    """The product of two probabilities in units of 2**-53, rounded down."""
     return uint64.high64(a << 10, b << 1)
 
 
 def _chance(chance: Array, p: Array, q: Array) -> Array:
-    """``min(chance * p / q, 1)``, rounded down; 1 where only q is 0."""
+    """``min(chance * p / q, 1)``, rounded down, in units of 2**-53; 1 where only q is 0."""
     high, low = _times(chance, p), chance * p & (ONE - 1)
     divisor = jnp.maximum(q, 1)
     quotient, rest, left = jnp.zeros_like(high), high % divisor, ONE_BITS
@@ -122,4 +123,5 @@ def _chance(chance: Array, p: Array, q: Array) -> Array:
 
 
 def _positions(rows: TokenDistribution, begin: int, end: int) -> TokenDistribution:
+    """The distributions at positions ``begin`` to ``end - 1`` of ``[B, T, ...]``."""
     return jax.tree.map(lambda x: x[:, begin:end], rows)

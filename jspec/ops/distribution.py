@@ -28,7 +28,7 @@ from jspec.ops.uint64 import in_64_bits
 from jspec.ops.vocabulary import NO_TOKEN, Vocabulary
 from jspec.typing import Array
 
-ONE_BITS = 53
+ONE_BITS = 53  # a probability is in units of 2**-53
 ONE = 2**ONE_BITS  # a probability of 1, and a weight of 1
 LARGEST = float(np.finfo(np.float32).max)
 BELOW_ONE = np.float32(1 - 2**-24)
@@ -226,13 +226,17 @@ def keys(logits: Array) -> Array:
 
 
 def _weights(power: Power, exponent: Array) -> Array:
+    """``2**(power - exponent)`` in units of 2**-53, uint64; 0 below 2**-31."""
     mantissa = uint64.widen(exp2_fixed(power.fraction)) << 31
     below = lax.bitcast_convert_type(exponent - power.whole, jnp.uint32)
     return jnp.where(below < 32, uint64.shift_right(mantissa, below), 0)
 
 
 def _sums(weights: Array, vocabulary: Vocabulary, over_shards=None) -> Array:
-    """Sums over whole tiles."""
+    """The sums of ``weights [..., L, TILE]`` over whole tiles, ``[..., L]``.
+
+    ``over_shards``: `Vocabulary.tile_sum`, the default, or `Vocabulary.tile_before`.
+    """
     over_shards = over_shards or vocabulary.tile_sum
     return over_shards(weights.sum(axis=-1))
 

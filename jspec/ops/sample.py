@@ -24,7 +24,7 @@ LOG2_E = int(np.float32(np.log2(np.e)) * 2**23)  # the mantissa of log2(e) as fl
 
 
 class Role(enum.IntEnum):
-    """What a random number is spent on; numbers of different roles are independent."""
+    """What a random number is for; numbers of different roles are independent."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -93,16 +93,16 @@ def _words(seeds: Array) -> Array:
 
 
 def settings_of(sampling: Sampling) -> Settings:
-    """``sampling`` as backends get them.
+    """``sampling`` as backends get it.
 
     A rate has 16 significant bits, so that a kernel can multiply it with a logit exactly. So a
     temperature counts as one that differs from it by at most 2**-16 of itself; one below 1.4e-6
     counts as that.
     """
     # By its bits: XLA may take the smallest of all numbers for 0.
-    hot = lax.bitcast_convert_type(sampling.temperature, jnp.int32) > 0
+    is_sampled = lax.bitcast_convert_type(sampling.temperature, jnp.int32) > 0
     rate = jnp.clip(_log2_e_over(sampling.temperature), 2.0**-100, 2.0**20)
-    rate = jnp.where(hot, lax.reduce_precision(rate, 8, 15), 0)
+    rate = jnp.where(is_sampled, lax.reduce_precision(rate, 8, 15), 0)
     return Settings(rate, sampling.top_k, sampling.top_p, sampling.min_p, _words(sampling.seeds))
 
 

@@ -245,8 +245,8 @@ def _residual(
     at = jnp.minimum(accepted, gamma - 1)
     if q is not None:
         p_tokens, q_tokens = p_next.probabilities(), _row(q, at).probabilities()
-        over = jnp.where(q_tokens < p_tokens, p_tokens - q_tokens, 0)
-        return p_next._replace(weights=over, shift=jnp.zeros_like(p_next.shift))
+        excess = jnp.where(q_tokens < p_tokens, p_tokens - q_tokens, 0)
+        return p_next._replace(weights=excess, shift=jnp.zeros_like(p_next.shift))
     token = jnp.take_along_axis(tokens, at[:, None], axis=1)[..., None]
     is_token = vocabulary.ids_like(p_next.weights) == token
     return p_next._replace(weights=jnp.where(is_token, 0, p_next.weights))

@@ -72,6 +72,7 @@ class Table:
         return dict(self._take(rules, f"{operation}, {backend}", sizes))
 
     def _take(self, rules: Sequence[Rule], what: str, sizes: Mapping[str, int]) -> Any:
+        """The entry of the first rule whose bounds hold for ``sizes``; ``what``: for errors."""
         for rule in rules:
             for name in rule.up_to:
                 if name not in sizes:
@@ -86,7 +87,12 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """The table used on a device; ``guess`` says why its orders may not suit it, or is None."""
+    """The table that is used on a device.
+
+    Attributes:
+        table: The table.
+        guess: Why its orders may not suit the device; None for a table that was measured on it.
+    """
 
     table: Table
     guess: str | None
@@ -107,7 +113,7 @@ _BLOCKS: contextvars.ContextVar[Blocks | None] = contextvars.ContextVar("blocks"
 
 
 @contextlib.contextmanager
-def using(blocks: Blocks) -> Iterator[None]:
+def use_blocks(blocks: Blocks) -> Iterator[None]:
     """A context in which kernels take these block sizes.
 
     They are read while JAX traces: whatever is jitted must be traced again for others.

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.attention.softmax import accumulate, finish, grouped, start
+from jspec.ops.attention.softmax import accumulate, empty_sums, finish, grouped
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
@@ -137,7 +137,7 @@ def _xla(q, k, v, positions, *, key_positions, scale, window, softcap, value_siz
         key_positions = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     valid = _sees(positions, key_positions, q.shape[2] // kv_heads, window)
     rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
-    sums = accumulate(start(rows, v.shape[3]), rows, k, v, valid[:, None], softcap)
+    sums = accumulate(empty_sums(rows, v.shape[3]), rows, k, v, valid[:, None], softcap)
     return finish(sums, q.shape[1], q.dtype)
 
 
@@ -169,7 +169,7 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
         valid = _sees(positions, part(key_positions), group, window) & is_first_read[None, None]
         return accumulate(carry, rows, part_k, part_v, valid[:, None], softcap)
 
-    sums = start(rows, value_size if v is None else v.shape[3])
+    sums = empty_sums(rows, value_size if v is None else v.shape[3])
     sums = varying_over(varying_axes((q, k, v, positions, key_positions)), sums)
     sums = lax.fori_loop(0, blocks, body, sums)
     return finish(sums, q.shape[1], q.dtype)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.attention.dense import check_heads, values_in
-from jspec.ops.attention.softmax import accumulate, finish, grouped, start
+from jspec.ops.attention.softmax import accumulate, empty_sums, finish, grouped
 from jspec.typing import Array
 
 
@@ -155,7 +155,7 @@ def _xla(
     if log_weights is not None:
         more = ((0, 0), (0, 0), (0, 0), (0, tail.shape[-1]))
         log_weights = jnp.pad(grouped(log_weights, kv_heads), more)
-    sums = start(rows, values.shape[3])
+    sums = empty_sums(rows, values.shape[3])
     sums = accumulate(sums, rows, keys, values, valid, softcap, log_weights)
     return finish(sums, tokens, q.dtype)
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from jspec.typing import Array
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-Sums = tuple[Array, Array, Array]  # maximum, sum of weights, weighted values
+
+
+class Sums(NamedTuple):
+    """The sums of a softmax over the keys so far, float32; M is ``T * G``.
+
+    Attributes:
+        maximum: ``[B, K, M]``, the highest score; weights are relative to it.
+        total: ``[B, K, M]``, the sum of the weights.
+        out: ``[B, K, M, H']``, the sum of the values times their weights.
+    """
+
+    maximum: Array
+    total: Array
+    out: Array
 
 
 def grouped(q: Array, kv_heads: int) -> Array:
@@ -29,11 +44,11 @@ def capped(scores: Array, softcap: float | None) -> Array:
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
-def start(q: Array, size: int) -> Sums:
+def empty_sums(q: Array, size: int) -> Sums:
     """The sums over no key, for grouped queries ``[B, K, T * G, H]`` and values of ``size``."""
     rows = q.shape[:-1]
     out = jnp.zeros((*rows, size), jnp.float32)
-    return jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out
+    return Sums(jnp.full(rows, LOWEST, jnp.float32), jnp.zeros(rows, jnp.float32), out)
 
 
 def accumulate(
@@ -72,7 +87,7 @@ def accumulate(
     values = jnp.einsum(
         "bkms,bskh->bkmh", weights.astype(compute_dtype), v, preferred_element_type=jnp.float32
     )
-    return highest, total * decay + weights.sum(axis=-1), out * decay[..., None] + values
+    return Sums(highest, total * decay + weights.sum(axis=-1), out * decay[..., None] + values)
 
 
 def finish(sums: Sums, tokens: int, dtype) -> tuple[Array, Array]:
