@@ -23,6 +23,11 @@ BITS_LIMIT = 1 << 14  # of a whole number
 WIDTH_LIMIT = 10_000  # characters or items that a filter or a method pads to
 _ITEM_SIZE = 8  # characters that count for an item of a list, a number or a key
 _PADDING = frozenset(("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice"))
+# Filters that write no text and make nothing longer: a list is not walked each time it is counted.
+_WITHOUT_TEXT = frozenset(
+    "attr count d default dictsort first float groupby int items last length list map max min "
+    "random reject rejectattr reverse round select selectattr sort sum unique".split()
+)
 _WIDE_FORMAT = re.compile(r"[0-9]{5}|\*")
 
 
@@ -37,7 +42,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=extensions, finalize=_bounded_text
         )
         self.code_generator_class = _BoundedCode
-        self.filters = {name: _bounded(name, used) for name, used in self.filters.items()}
+        self.filters = {
+            name: used if name in _WITHOUT_TEXT else _bounded(name, used)
+            for name, used in self.filters.items()
+        }
         self.filters["tojson"] = _to_json
         self.globals.pop("lipsum")
         self.globals["raise_exception"] = _raise

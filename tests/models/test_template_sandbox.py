@@ -77,6 +77,15 @@ def test_long_conversations_are_rendered():
     assert text == "\n    ".join(["b" * 500] * 4000) + "\n"
 
 
+def test_the_time_of_counting_messages_is_linear():
+    """Qwen3's template counts them for each one; walking them each time takes seconds."""
+    source = "{% for m in messages %}{{ messages|length }}{{ (messages|last).role }}{% endfor %}"
+    talk = [{"role": "user", "content": "a", "parts": [1] * 20}] * 3000
+    begin = time.process_time()
+    assert len(ChatTemplate(source, {}, "where").render(talk)) == 3000 * 8
+    assert time.process_time() - begin < 2
+
+
 def test_numbers_and_widths_of_real_templates_are_allowed():
     source = (
         "{{ 'x' * 3 }}{{ '%03d' % 7 }}{{ '{:>4}'.format('a') }}{{ [1, 2] + [3] }}{{ 2 ** 10 }}"
