@@ -23,7 +23,7 @@ ACCEPTED = 0.8  # assumed acceptance rate of draft tokens before any is measured
 WORTH = 1.01  # factor by which a longer draft must be better than a shorter one
 PROBING = 0.003  # share of the time that may be spent to measure a gamma again
 STALE = 16  # chunks after which a gamma may be measured again
-AHEAD = 1  # chunks that may still run when the gamma of the next one is chosen
+MAX_UNREAD = 1  # chunks that may still run when the gamma of the next one is chosen
 MAX_CHOICES = 32  # cached choices, by what their times depend on
 MEMORY = 128.0  # steps after which a count weighs half
 PRIOR_STEPS = 8.0  # weight of other rows' rates, in steps of a row
@@ -106,15 +106,15 @@ class RowAcceptance:
             left: int ``[B]``: most tokens that each row still commits, 0 where it has ended.
             others: ``[longest]``: rates of all rows, by which a row with little history goes.
         """
-        ahead = np.clip(left, 0, HORIZON)
-        ahead = ahead if ahead.any() else np.full_like(left, HORIZON)
+        planned = np.clip(left, 0, HORIZON)
+        planned = planned if planned.any() else np.full_like(left, HORIZON)
         rates = self.accepted.rates_with_prior(others)[:, :gamma]
-        chunks = np.ceil(ahead / (1 + mean(rates)) / self.steps)
-        needed = (ahead > 0).sum() * chunks.max() if self.together else chunks.sum()
-        return float(ahead.sum() / (self.steps * needed))
+        chunks = np.ceil(planned / (1 + mean(rates)) / self.steps)
+        needed = (planned > 0).sum() * chunks.max() if self.together else chunks.sum()
+        return float(planned.sum() / (self.steps * needed))
 
 
-class Took(NamedTuple):
+class StepTime(NamedTuple):
     """Seconds of a step in the mean of a chunk, and how many rows were live."""
 
     seconds: float
@@ -138,15 +138,15 @@ class GammaChoice:
     never ran is tried if it would win at the cost of the longest shorter one; 0 is always tried. A
     gamma that lost is measured again when its neighbour runs, in a bounded share of the time.
 
-    A gamma may be chosen while up to `AHEAD` chunks before it run. It depends only on chunks that
-    were read.
+    A gamma may be chosen while up to `MAX_UNREAD` chunks before it run. It depends only on chunks
+    that were read.
     """
 
     def __init__(self, ladder: Sequence[int], start: int, warm: int = 1) -> None:
         self.ladder = tuple(ladder)
         self.start = min(self.ladder, key=lambda g: abs(g - start))
         self.warm = warm
-        self.times = {g: deque[Took](maxlen=TIMES) for g in self.ladder}
+        self.times = {g: deque[StepTime](maxlen=TIMES) for g in self.ladder}
         self.runs = dict.fromkeys(self.ladder, 0)
         self.last_run = dict.fromkeys(self.ladder, 0)
         longest = max(self.ladder)
@@ -155,7 +155,7 @@ class GammaChoice:
         self.allowance = 0.0
         self.probing: int | None = None  # the gamma that is measured again
         self.probe_end = 0  # the number of chunks by which it has been measured, if it ran
-        self.a_row = 0.0  # seconds that a live row adds to a step
+        self.row_seconds = 0.0  # seconds that a live row adds to a step
         self.live = 0.0  # live rows of the next chunk
         self.current = self.start
         self.seconds_per_token = 0.0  # with the current gamma
@@ -175,20 +175,20 @@ class GammaChoice:
         self.runs[gamma] += 1
         self.last_run[gamma] = self.chunks
         if seconds is not None:
-            took = Took(seconds, live.sum() / len(live))
-            self._took(gamma, took, _tokens_of(accepted, live))
+            time = StepTime(seconds, live.sum() / len(live))
+            self._add_time(gamma, time, _tokens_of(accepted, live))
         if gamma == self.probing or self.chunks >= self.probe_end:
             self.probing = None
         up_to = np.arange(gamma + 1)
         self.accepted.add((accepted[live][:, None] >= up_to).sum(axis=0), len(accepted))
 
-    def _took(self, gamma: int, took: Took, tokens: float) -> None:
+    def _add_time(self, gamma: int, time: StepTime, tokens: float) -> None:
         """Add the time of a chunk with so many tokens per step in the mean."""
         if self.runs[gamma] > self.warm:
-            self._keep(gamma, took)
-        self.allowance += PROBING * took.seconds
+            self._fit_row_seconds(gamma, time)
+        self.allowance += PROBING * time.seconds
         if gamma == self.probing and self.times[gamma]:  # a program's first runs are slow only once
-            self.allowance -= max(took.seconds - self.seconds_per_token * tokens, 0.0)
+            self.allowance -= max(time.seconds - self.seconds_per_token * tokens, 0.0)
 
     def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
         """The gamma of the next chunk of ``rows``.
@@ -216,15 +216,15 @@ class GammaChoice:
     def cost(self, gamma: int) -> float:
         """Seconds of a step with the live rows of the next chunk."""
         times = self.times[gamma]
-        return statistics.median(t.seconds + self.a_row * (self.live - t.live) for t in times)
+        return statistics.median(t.seconds + self.row_seconds * (self.live - t.live) for t in times)
 
-    def _keep(self, gamma: int, took: Took) -> None:
+    def _fit_row_seconds(self, gamma: int, time: StepTime) -> None:
         """Add a time of a gamma, and fit again what a live row costs.
 
         That is the slope that fits the times of all gammas best, up to the share of a row in any of
         them.
         """
-        self.times[gamma].append(took)
+        self.times[gamma].append(time)
         above = below = 0.0
         share = math.inf
         for times in filter(None, self.times.values()):
@@ -232,7 +232,7 @@ class GammaChoice:
             above += sum(t.seconds * (t.live - live) for t in times)
             below += sum((t.live - live) ** 2 for t in times)
             share = min(share, *(t.seconds / max(t.live, 1.0) for t in times))
-        self.a_row = max(min(above / below, share), 0.0) if below else 0.0
+        self.row_seconds = max(min(above / below, share), 0.0) if below else 0.0
 
     def _probe(self, best: int, costs: dict[int, float]) -> int:
         """A neighbour of ``best`` that has not run for long, where the allowance pays for it."""
@@ -249,7 +249,7 @@ class GammaChoice:
         loss = costs[dearer[0]] - self.seconds_per_token
         if self.chunks - self.last_run[probe] < STALE or loss > self.allowance:
             return best
-        self.probing, self.probe_end = probe, self.chunks + 1 + AHEAD
+        self.probing, self.probe_end = probe, self.chunks + 1 + MAX_UNREAD
         return probe
 
 

@@ -96,7 +96,7 @@ class Chunks:
         self.last_s = math.inf
         self.paces = np.zeros(0, np.int32)
         self._ending = 0.0  # share of rows that ended in each of the last chunks
-        self._rested = 0  # steps since the drafter last drafted
+        self._plain_steps = 0  # since the drafter last drafted
         self.is_shared = is_shared(options.models.target)
         self.running: list[Chunk] = []
         self._acceptance: RowAcceptance | None = None  # what they accepted, where that is asked for
@@ -186,7 +186,7 @@ class Chunks:
             if self.is_shared:
                 gamma = agreed(gamma)
             config = options.gammas.configs[gamma]
-            state = self._awake(state, config)
+            state = self._with_synced_drafter(state, config)
         prompts, self._prompts = self._prompts, None
         begin = self._now()
         state, record = self._chunk(state, config)
@@ -280,18 +280,18 @@ class Chunks:
         static = {"config": self.options.config, "max_tokens": SYNC_TOKENS}
         return self.programs(sync_drafter, self.options.flat, state, **static)
 
-    def _awake(self, state: DecodeState, config: StepConfig) -> DecodeState:
+    def _with_synced_drafter(self, state: DecodeState, config: StepConfig) -> DecodeState:
         """``state`` for a chunk: a drafter with a model that paused is synced."""
         if not self.options.config.draft.traits.needs_model:
             return state
         if not config.gamma:
             # No row lacks more than it holds, whatever rows came and went.
-            self._rested = min(self._rested + self.options.steps, state.tokens.shape[1])
+            self._plain_steps = min(self._plain_steps + self.options.steps, state.tokens.shape[1])
             return state
-        while self._rested > 0:
+        while self._plain_steps > 0:
             state = self._synced(state)
-            self._rested -= SYNC_TOKENS
-        self._rested = 0
+            self._plain_steps -= SYNC_TOKENS
+        self._plain_steps = 0
         return state
 
 
