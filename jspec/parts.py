@@ -173,8 +173,6 @@ class Experts:
         chosen: experts of each token.
         size: channels of an expert.
         shared_size: channels of an expert that every token takes as well; None for none.
-        shared_gated: whether the output of that expert is multiplied by the sigmoid of a learned
-            projection of the token to one number.
         dense_layers: indices of the layers with a plain feed-forward instead.
         score: how the router's logits become scores.
         groups: experts are in so many groups of the same size.
@@ -187,13 +185,14 @@ class Experts:
         factor: of the weights.
         bias: whether the router and both matmuls of an expert have a bias.
         clamped: the activation of the routed experts; None is SwiGLU.
+        shared_gated: whether the output of the shared expert is multiplied by the sigmoid of a
+            learned projection of the token to one number.
     """
 
     routed: int
     chosen: int
     size: int
     shared_size: int | None = None
-    shared_gated: bool = False
     dense_layers: tuple[int, ...] = ()
     score: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
@@ -204,6 +203,7 @@ class Experts:
     factor: float = 1.0
     bias: bool = False
     clamped: ClampedSwiGLU | None = None
+    shared_gated: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self, "routed", "chosen", "size", "groups", "chosen_groups")

@@ -129,7 +129,7 @@ def _load_hugging_face(
     stored = family(config.family)
     quantization = quantization_of(values, str(source))
     weights = Weights(path, stored, config, quantization=quantization)
-    weights.check_layers(config.num_layers)
+    weights.check_counts()
     skeleton = _Skeleton(config, dtype)
     shapes = separate_shapes(config, skeleton.shapes, packed=stored.packed)
     weights.check(shapes, tied=config.tie_embeddings)
@@ -144,6 +144,7 @@ def _load_hugging_face(
 
 def _load_gguf(path: Path, dtype: np.dtype, sharding: Placing) -> Decoder:
     weights = GGUFWeights(path)
+    weights.check_counts()
     config = weights.config
     of_directory = generation_end_tokens(path.parent, config.vocab_size)
     ends = tuple(dict.fromkeys((*config.stop_tokens, *of_directory)))

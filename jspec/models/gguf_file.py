@@ -22,7 +22,8 @@ _OTHER_SETTINGS = ("config.json", "jspec.json")
 HEADER_LIMIT = 256 << 20  # bytes of the metadata and of the table of tensors
 FIELD_LIMIT = 1 << 16
 TENSOR_LIMIT = 1 << 17
-STRING_LIMIT = 1 << 22  # strings of a list; the largest have half a million
+STRING_LIMIT = 1 << 20  # strings of a list; the largest have half a million
+LIST_LIMIT = 1 << 16  # items of a list outside of the tokenizer, such as one number per layer
 DIMENSION_LIMIT = 4
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -102,11 +103,15 @@ class GGUFFile:
 
     def fields(self) -> dict[str, Any]:
         """The metadata with lists as lists, without the tokenizer's, which are long."""
-        return {
-            key: value if isinstance(value, str | int | float) else _listed(value)
-            for key, value in self.metadata.items()
-            if isinstance(value, str | int | float) or not key.startswith("tokenizer.")
-        }
+        fields = {}
+        for key, value in self.metadata.items():
+            if isinstance(value, str | int | float):
+                fields[key] = value
+            elif not key.startswith("tokenizer."):
+                if len(value) > LIST_LIMIT:
+                    raise self.error(f"{quoted(key)} has {len(value)} items, over {LIST_LIMIT}")
+                fields[key] = _listed(value)
+        return fields
 
     def _read(self, content: mmap.mmap) -> None:
         magic, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", content)

@@ -19,6 +19,8 @@ from jspec.models.rope import channel_order
 from jspec.models.weights import listed, stored_shape, write_rows
 
 _PART = re.compile(r"layers\.([0-9]+)\.(.+)")
+_LAYER = re.compile(r"blk\.([0-9]+)\.")
+_EXPERTS = re.compile(r"_exps\.(weight|bias)$")
 _EXPERT = re.compile(r"experts\.([0-9]+)\.")
 _BLOCK = 1 << 18  # numbers that are dequantised at a time
 # Modules of jspec, each projection by its own, and their tensors; other files may differ in a few.
@@ -97,6 +99,23 @@ class GGUFWeights:
             )
         return row
 
+    def check_counts(self) -> None:
+        """Compare the numbers of layers and experts with the tensors, before work on each."""
+        layers = {match[1] for name in self._shapes if (match := _LAYER.match(name))}
+        if len(layers) != self.config.num_layers:
+            raise CheckpointError(
+                f"{self.path} has tensors of {len(layers)} layers, but its field block_count says "
+                f"{self.config.num_layers}"
+            )
+        if (experts := self.config.experts) is None:
+            return
+        for name, shape in self._shapes.items():
+            if _EXPERTS.search(name) and shape[:1] != (experts.routed,):
+                raise CheckpointError(
+                    f"{self.path}: tensor {quoted(name)} has shape {shape}, but its field "
+                    f"expert_count says {experts.routed}"
+                )
+
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare names and shapes with ``expected``, parameters and their shapes in jspec."""
         used = {_ROPE_FACTORS} if self.config.family == "llama" else set()
@@ -166,8 +185,10 @@ class GGUFWeights:
     def _dequantized(self, entry: TensorEntry, rows: np.ndarray) -> np.ndarray:
         kind = self._gguf.GGMLQuantizationType(entry.kind)
         try:
-            # As one row: the package takes 16 rows at a time, which are few numbers.
-            return self._gguf.dequantize(rows.reshape(1, -1), kind).reshape(len(rows), -1)
+            # Scales of a file may be infinite or NaN, and so are the weights then.
+            with np.errstate(invalid="ignore", over="ignore"):
+                # As one row: the package takes 16 rows at a time, which are few numbers.
+                return self._gguf.dequantize(rows.reshape(1, -1), kind).reshape(len(rows), -1)
         except (NotImplementedError, ValueError, self._gguf.QuantError) as error:
             raise CheckpointError(
                 f"{self.path}: tensor {quoted(entry.name)} of type {kind.name} cannot be read: "

@@ -139,11 +139,12 @@ class Weights:
                 )
         return [directory / shard for shard in sorted(shards)]
 
-    def check_layers(self, num_layers: int) -> None:
-        """Compare the number of layers with the names of the tensors, before work on each.
+    def check_counts(self) -> None:
+        """Compare the numbers of layers and experts with the tensors, before work on each.
 
         Further layers that files of the family may hold are ignored after this call.
         """
+        num_layers, experts = self.config.num_layers, self.config.experts
         if self.family.more_layers:
             self.tensors = {n: t for n, t in self.tensors.items() if _layer(n) < num_layers}
         stored = {layer for layer in map(_layer, self.tensors) if layer >= 0}
@@ -152,6 +153,13 @@ class Weights:
                 f"{self.directory} has tensors of {len(stored)} layers, but config.json asks for "
                 f"num_hidden_layers={num_layers}; are they of one model?"
             )
+        if experts is not None and not self.family.packed:
+            sparse = num_layers - len({n for n in experts.dense_layers if n < num_layers})
+            if experts.routed * sparse > len(self.tensors):
+                raise CheckpointError(
+                    f"{self.directory} has {len(self.tensors)} tensors, too few for the "
+                    f"{experts.routed} experts in {sparse} layers that config.json asks for"
+                )
 
     def check(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
         """Compare names and shapes with ``expected``, parameters and their shapes in jspec."""

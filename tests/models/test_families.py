@@ -1,5 +1,6 @@
 """config.json of each family: what it becomes, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -272,6 +273,28 @@ def test_refused(change, message):
     values = {key: value for key, value in {**LLAMA, **change}.items() if value is not ...}
     with pytest.raises(CheckpointError, match=f"^here/config.json: .*{message}"):
         model_config(values, source="here/config.json")
+
+
+@pytest.mark.parametrize("family", ["kimi_k2", "glm4_moe_lite"])
+def test_deepseek_v3_under_other_names(family):
+    values = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text())
+    config = model_config({**values, "model_type": family})
+    assert config == dataclasses.replace(model_config(values), family=family)
+
+
+def test_where_jspec_differs_from_transformers():
+    """docs/checkpoints.md gives the reasons; `test_family_parity` asks transformers."""
+    gemma3, moe = (
+        json.loads((GOLDEN / n / "config.json").read_text()) for n in ("gemma3", "qwen3_moe")
+    )
+    capped = model_config({**gemma3, "attn_logit_softcapping": 4.0})
+    assert {spec.softcap for spec in capped.layers} == {4.0}
+    moe |= {"use_sliding_window": True, "sliding_window": 9}
+    assert [spec.window for spec in model_config({**moe, "max_window_layers": 1}).layers] == [
+        None,
+        9,
+    ]
+    assert [spec.window for spec in model_config(moe).layers] == [9, 9]
 
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])

@@ -5,11 +5,13 @@ Each family has a few variants of its settings, and `random_settings` draws more
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from jspec import SelfDraft, load_model
 from jspec.policies import Streaming
 from tests.models import goldens
+from tests.models.helpers import logits_of, one_pass
 from tests.models.test_parity import assert_generates_alike, assert_logits
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
@@ -100,3 +102,26 @@ FIRST = {family: name for name, (family, _) in reversed(VARIANTS.items())}
 def test_greedy_generation(tmp_path, name):
     theirs, ours = saved(tmp_path, *VARIANTS[name], seed=len(name))
     assert_generates_alike(theirs, ours, None, SelfDraft(Streaming(sinks=4, window=16)))
+
+
+def test_documented_differences(tmp_path):
+    """Where jspec deliberately differs, transformers still does what docs/checkpoints.md says."""
+    yarn = {**goldens.YARN, "attn_factor": 2.0}
+    cases: dict[str, tuple[str, dict, dict]] = {
+        "softcap": ("gemma3_text", goldens.GEMMA3, {"attn_logit_softcapping": 4.0}),
+        "attn_factor": ("qwen2", {"rope_parameters": goldens.YARN}, {"rope_parameters": yarn}),
+        "max_window_layers": (
+            "qwen3_moe",
+            {**goldens.QWEN3_MOE, "use_sliding_window": True, "sliding_window": 9},
+            {"max_window_layers": 1},
+        ),
+    }
+    tokens = np.random.default_rng(0).integers(0, 112, (1, 40), np.int32)
+    for name, (family, settings, change) in cases.items():
+        theirs = [goldens.make_model(family, {**settings, **more}, 0) for more in ({}, change)]
+        assert np.array_equal(*(goldens.logits_of(model, tokens) for model in theirs)), name
+        for model, part in zip(theirs, ("without", "with"), strict=True):
+            model.save_pretrained(tmp_path / name / part)
+        without, changed = (load_model(tmp_path / name / part) for part in ("without", "with"))
+        logits = [logits_of(model, tokens, one_pass(tokens)) for model in (without, changed)]
+        assert np.abs(logits[0] - logits[1]).max() > 0.1, name

@@ -53,9 +53,13 @@ def read_layers(
     """
     check_activation(fields, "hidden_act", activation)
     count = layer_count(fields)
-    if windows is None and any(windows := sliding_layers(fields, lambda _: False)):
-        kinds = quoted(fields.get("layer_types"))
-        raise fields.error(f"layer_types={kinds} is not of this model_type, whose layers see all")
+    if windows is None:
+        windows = sliding_layers(fields, lambda _: False)
+        if any(windows):
+            kinds = quoted(fields.get("layer_types"))
+            raise fields.error(f"layer_types={kinds} is not of this model_type, of full attention")
+    else:
+        fields.ignore("sliding_window")  # where no layer has a window
     if any(windows) and window is None:
         window = fields.integer("sliding_window")
     heads, hidden = fields.integer("num_attention_heads"), fields.integer("hidden_size")
