@@ -24,6 +24,7 @@ WORTH = 1.01  # factor by which a longer draft must be better than a shorter one
 PROBING = 0.003  # share of the time that may be spent to measure a gamma again
 STALE = 16  # chunks after which a gamma may be measured again
 MAX_UNREAD = 1  # chunks that may still run when the gamma of the next one is chosen
+KINDS = 16  # latest rows whose acceptance a new row may resemble
 MAX_CHOICES = 32  # cached choices, by what their times depend on
 MEMORY = 128.0  # steps after which a count weighs half
 PRIOR_STEPS = 8.0  # weight of other rows' rates, in steps of a row
@@ -82,14 +83,17 @@ class RowAcceptance:
         self.accepted = AcceptanceCounts(batch, longest)
         self.steps, self.together = steps, together
 
-    def observe(self, gamma: int, accepted: np.ndarray, live: np.ndarray) -> None:
+    def observe(self, gamma: int, accepted: np.ndarray, live: np.ndarray) -> np.ndarray:
         """Add a chunk, with arguments as in `GammaChoice.observe`.
 
-        A row whose request came after the chunk began is not ``live``.
+        A row whose request came after the chunk began is not ``live``. Returns how many draft
+        tokens were accepted of each row whose first drafts these are, int ``[n, gamma + 1]``.
         """
         up_to = np.arange(gamma + 1)
         counts = ((accepted[..., None] >= up_to) & live[..., None]).sum(axis=0)
+        is_new = live.any(axis=0) & ~self.accepted.begun.any(axis=1)
         self.accepted.add(counts, len(accepted))
+        return counts[is_new] if gamma else counts[:0]
 
     def renew(self, rows: list[int]) -> None:
         """Forget ``rows``, which other requests take."""
@@ -104,14 +108,23 @@ class RowAcceptance:
         Args:
             gamma: Most draft tokens of a step.
             left: int ``[B]``: most tokens that each row still commits, 0 where it has ended.
-            others: ``[longest]``: rates of all rows, by which a row with little history goes.
+            others: ``[n, longest]``: rates of other rows, any of which a row may be like.
         """
         planned = np.clip(left, 0, HORIZON)
         planned = planned if planned.any() else np.full_like(left, HORIZON)
-        rates = self.accepted.rates_with_prior(others)[:, :gamma]
-        chunks = np.ceil(planned / (1 + mean(rates)) / self.steps)
-        needed = (planned > 0).sum() * chunks.max() if self.together else chunks.sum()
+        rates = self.accepted.rates_with_prior(others[:, None])[..., :gamma]
+        chunks = np.ceil(planned / (1 + mean(rates)) / self.steps)  # [n, B]
+        needed = (planned > 0).sum() * mean_of_last(chunks) if self.together else chunks.mean(0).sum()
         return float(planned.sum() / (self.steps * needed))
+
+
+def mean_of_last(chunks: np.ndarray) -> float:
+    """The expected largest number over all rows.
+
+    Each of a row's ``chunks [n, B]`` is as likely as the others.
+    """
+    numbers = np.arange(chunks.max())[:, None, None]
+    return float((1 - (chunks <= numbers).mean(axis=1).prod(axis=1)).sum())
 
 
 class StepTime(NamedTuple):
@@ -129,8 +142,8 @@ class GammaChoice:
     row needs one step for each ``1 + s_1 + ... + s_gamma`` of its tokens, where ``s_i`` is how
     often at least i draft tokens are accepted: a product of conditional rates, whose last one is
     assumed for drafts longer than any measured. The rates are those of the row's latest steps, in
-    `RowAcceptance`. So a row that accepts little weighs more than one that accepts much, as it
-    needs more steps.
+    `RowAcceptance`; a row with little history may be like any of the latest rows. So a row that
+    accepts little weighs more than one that accepts much, as it needs more steps.
 
     The time of a step is measured: the median of a gamma's last chunks, without its first ``warm``
     ones. Steps take longer the more rows are live, by an amount per live row that is assumed to be
@@ -151,6 +164,8 @@ class GammaChoice:
         self.last_run = dict.fromkeys(self.ladder, 0)
         longest = max(self.ladder)
         self.accepted = AcceptanceCounts(longest)
+        self.kinds = AcceptanceCounts(KINDS, longest)  # of the first chunks of the latest rows
+        self.rows_met = 0
         self.chunks = 0
         self.allowance = 0.0
         self.probing: int | None = None  # the gamma that is measured again
@@ -182,6 +197,15 @@ class GammaChoice:
         up_to = np.arange(gamma + 1)
         self.accepted.add((accepted[live][:, None] >= up_to).sum(axis=0), len(accepted))
 
+    def met(self, counts: np.ndarray) -> None:
+        """Add rows that began: what `RowAcceptance.observe` returned."""
+        gamma = counts.shape[1] - 1
+        for row in counts[-KINDS:]:
+            at = self.rows_met % KINDS
+            self.kinds.begun[at], self.kinds.gone_on[at] = 0, 0
+            self.kinds.begun[at, :gamma], self.kinds.gone_on[at, :gamma] = row[:-1], row[1:]
+            self.rows_met += 1
+
     def _add_time(self, gamma: int, time: StepTime, tokens: float) -> None:
         """Add the time of a chunk with so many tokens per step in the mean."""
         if self.runs[gamma] > self.warm:
@@ -198,7 +222,7 @@ class GammaChoice:
         known = [g for g in self.ladder if self.times[g]]
         if not known:
             return self.start
-        others = self.accepted.rates(ACCEPTED)
+        others = self.kinds.rates_with_prior(self.accepted.rates(ACCEPTED))
         tokens = {g: rows.tokens(g, left, others) for g in self.ladder}
         self.live = float((left > 0).sum()) or float(len(left))
         costs = {g: self.cost(g) for g in known}
@@ -244,7 +268,7 @@ class GammaChoice:
         dearer = [g for g in costs if g >= probe]
         if not dearer:
             return best
-        # At worst it commits one token a step, and costs what the next longer one does. `observe`
+        # At worst it commits one token a step, and costs what the next longer one does. `saw`
         # charges the measured loss.
         loss = costs[dearer[0]] - self.seconds_per_token
         if self.chunks - self.last_run[probe] < STALE or loss > self.allowance:

@@ -237,7 +237,7 @@ class Chunks:
         chunk.choice.observe(chunk.gamma, a_step, accepted, live)
         same = np.ones(live.shape[1], bool)
         same[list(chunk.filled)] = False
-        self._acceptance.observe(chunk.gamma, accepted, live & same)
+        chunk.choice.met(self._acceptance.observe(chunk.gamma, accepted, live & same))
 
     def _left_after_work(self, left: np.ndarray) -> np.ndarray:
         """``left`` after the running chunks, at the pace of the last chunk."""

@@ -66,7 +66,7 @@ def rows_of(batch: int, longest: int = max(LADDER)) -> tuple[RowAcceptance, np.n
     return RowAcceptance(batch, longest, STEPS, together=False), np.full(batch, HORIZON)
 
 
-def observe(choice: GammaChoice, gamma: int, seconds: float | None, accepted: np.ndarray) -> None:
+def saw(choice: GammaChoice, gamma: int, seconds: float | None, accepted: np.ndarray) -> None:
     """Have it take up a chunk of one row."""
     accepted = accepted[:, None]
     choice.observe(gamma, seconds, accepted, np.ones_like(accepted, bool))
@@ -86,7 +86,7 @@ def run(choice: GammaChoice, world: World, chunks: int, ahead: int = 0) -> tuple
         gamma = chosen.popleft()
         seconds, accepted = world.chunk(gamma)
         choice.observe(gamma, seconds, accepted, live)
-        rows.observe(gamma, accepted, live)
+        choice.met(rows.observe(gamma, accepted, live))
         tokens += (1 + accepted).mean() * STEPS
         time += seconds * STEPS
         selected.append(gamma)
@@ -161,13 +161,13 @@ def test_a_probe_that_was_never_read_is_made_again():
     """The chunk was the one that nobody needed."""
     choice, plain, one = GammaChoice((0, 1), 1), np.zeros(STEPS, int), rows_of(1, 1)
     for gamma in (1, 1, 0, 0):
-        observe(choice, gamma, 1.0 + gamma, plain)
+        saw(choice, gamma, 1.0 + gamma, plain)
     choice.allowance = 10.0
     probes = []
     for _ in range(60):
         if choice.choose(*one) == 1:
             probes.append(choice.chunks)
-        observe(choice, 0, 1.0, plain)
+        saw(choice, 0, 1.0, plain)
     assert probes == list(range(18, 64, 2))
     assert choice.runs[1] == 2
 
@@ -175,20 +175,20 @@ def test_a_probe_that_was_never_read_is_made_again():
 def test_a_probe_is_charged_for_what_it_lost_and_no_other_chunk_is():
     choice, plain, one = GammaChoice((0, 1), 1), np.zeros(STEPS, int), rows_of(1, 1)
     for gamma in (1, 1, *[0] * 16):
-        observe(choice, gamma, 1.0 + gamma, plain)
+        saw(choice, gamma, 1.0 + gamma, plain)
     choice.allowance = 10.0
     assert choice.choose(*one) == 1
-    observe(choice, 0, 3.0, plain)  # was at work then
+    saw(choice, 0, 3.0, plain)  # was at work then
     assert choice.allowance == pytest.approx(10 + PROBING * 3)
     assert choice.choose(*one) == 0
-    observe(choice, 1, 2.0, plain)
+    saw(choice, 1, 2.0, plain)
     assert choice.allowance == pytest.approx(10 + PROBING * 5 - 1)
 
 
 def test_a_chunk_without_a_time_tells_what_was_accepted():
     choice, accepted, one = GammaChoice((0, 2), 2), np.array([2, 2, 0, 1]), rows_of(1, 2)
     for _ in range(3):
-        observe(choice, 2, None, accepted)
+        saw(choice, 2, None, accepted)
     assert not any(choice.times.values())
     assert choice.choose(*one) == choice.start
     of_all = choice.accepted.rates(0.8)
