@@ -114,7 +114,9 @@ class RowAcceptance:
         planned = planned if planned.any() else np.full_like(left, HORIZON)
         rates = self.accepted.rates_with_prior(others[:, None])[..., :gamma]
         chunks = np.ceil(planned / (1 + mean(rates)) / self.steps)  # [n, B]
-        needed = (planned > 0).sum() * mean_of_last(chunks) if self.together else chunks.mean(0).sum()
+        needed = (
+            (planned > 0).sum() * mean_of_last(chunks) if self.together else chunks.mean(0).sum()
+        )
         return float(planned.sum() / (self.steps * needed))
 
 

@@ -129,11 +129,27 @@ def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Draft
         return Drafted.empty(len(state.tokens), 0), state
     fresh = config.rule == "block" or config.numbers_of_step
     if not fresh or state.mode == "greedy":
-        return config.draft.draft(models, state, config.gamma)
+        return check_drafted(config, state, config.draft.draft(models, state, config.gamma))
     sampling = state.sampling
     state = dataclasses.replace(state, sampling=sampling.in_block(state.lengths))
-    drafted, state = config.draft.draft(models, state, config.gamma)
+    result = config.draft.draft(models, state, config.gamma)
+    drafted, state = check_drafted(config, state, result)
     return drafted, dataclasses.replace(state, sampling=sampling)
+
+
+def check_drafted(
+    config: StepConfig, state: DecodeState, result: tuple[Drafted, DecodeState]
+) -> tuple[Drafted, DecodeState]:
+    """``result`` of `Drafter.draft`. Raises `TypeError` where it is not what that returns."""
+    name, batch = f"{type(config.draft).__name__}.draft", len(state.tokens)
+    if not isinstance(result, tuple) or [*map(type, result)] != [Drafted, DecodeState]:
+        raise TypeError(f"{name} must return (Drafted, DecodeState), not {type(result).__name__}")
+    drafted = result[0]
+    for field, shape in (("tokens", (batch, config.gamma)), ("lengths", (batch,))):
+        x = getattr(drafted, field)
+        if x.shape != shape or x.dtype != jnp.int32:
+            raise TypeError(f"{name} returned {field} {x.dtype} {x.shape}; must be int32 {shape}")
+    return result
 
 
 @jax.named_scope("verification")

@@ -178,6 +178,12 @@ class ScoredPolicy(Budgeted):
         """
         scores = self.score(policy_params, layer, cache, q)
         if self.page_size == 1:
+            slots = cache.keys(layer).shape[1]
+            if scores.ndim not in (2, 3) or scores.shape[-1] != slots:
+                raise ValueError(
+                    f"{type(self).__name__}.score returned {scores.shape} in layer {layer}; it "
+                    f"must return a score for each of {slots} slots, [B, S] or [B, K, S]"
+                )
             return best_positions(scores, cache.layouts[layer], k, **budget)
         return highest(scores, k, **budget)
 

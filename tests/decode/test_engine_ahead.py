@@ -362,7 +362,9 @@ def test_prompts_that_a_chunk_follows_are_timed_apart(sharp, monkeypatch):
             is_ready = partial(lambda at: now.seconds >= at, ends)
             work.follow(lambda: dispatched(SimpleNamespace(is_ready=is_ready, ends=ends)))
         result = work.start(None, np.ones(1))[1]  # pyright: ignore[reportArgumentType]
-        choice = SimpleNamespace(observe=lambda *chunk: heard.append(chunk[1]), met=lambda counts: None)
+        choice = SimpleNamespace(
+            observe=lambda *chunk: heard.append(chunk[1]), met=lambda counts: None
+        )
         return dataclasses.replace(result, choice=choice)
 
     def finish(chunk, at):

@@ -81,3 +81,32 @@ def test_one_that_does_not_say_so_is_refused_on_a_mesh(sharp):
     model = helix.shard(sharp, helix.HelixConfig(kvp=2))
     with pytest.raises(ValueError, match=r"as its traits\.runs_on_mesh is False"):
         jspec.generate(model, TEXTS, NEW, draft=Elsewhere())
+
+
+WRONG = {
+    "few-tokens": (
+        lambda d, s: (dataclasses.replace(d, tokens=d.tokens[:, 1:]), s),
+        "tokens int32",
+    ),
+    "floats": (
+        lambda d, s: (dataclasses.replace(d, tokens=d.tokens.astype(jnp.float32)), s),
+        r"tokens float32 \(4, 3\); must be int32 \(4, 3\)",
+    ),
+    "one-length": (
+        lambda d, s: (dataclasses.replace(d, lengths=d.lengths[:1]), s),
+        "lengths int32",
+    ),
+    "no-state": (lambda d, s: d, r"must return \(Drafted, DecodeState\), not Drafted"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_draft_of_another_shape_is_refused_by_name(name, sharp):
+    change, message = WRONG[name]
+
+    class Wrong(Bigrams):
+        def draft(self, models, state, gamma):
+            return change(*super().draft(models, state, gamma))
+
+    with pytest.raises(TypeError, match=rf"Wrong\.draft .*{message}"):
+        jspec.generate(sharp, TEXTS, NEW, draft=Wrong())

@@ -57,3 +57,16 @@ def test_a_policy_of_the_user_that_does_not_run_on_a_mesh_is_refused(sharp):
     model = helix.shard(sharp, helix.HelixConfig(kvp=2, block=4))
     with pytest.raises(ValueError, match=r"Local\(recent=1\) does not run on the mesh"):
         jspec.generate(model, prompts()[:1], PARAMS, draft=jspec.SelfDraft(Local()))
+
+
+def test_scores_of_another_shape_are_refused_by_name(sharp):
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(jspec.policies.ScoredPolicy):
+        budget: int = 20
+        dense_layers: int = 0
+
+        def score(self, policy_params, layer, cache, q):
+            return jnp.zeros((len(q), 3))
+
+    with pytest.raises(ValueError, match=r"Wrong\.score returned \(1, 3\).*a score for each of"):
+        jspec.generate(sharp, prompts()[:1], PARAMS, draft=jspec.SelfDraft(Wrong()))
