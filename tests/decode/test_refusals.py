@@ -47,6 +47,20 @@ class Handmade:
     logits = __call__
 
 
+@jax.tree_util.register_static
+class Traced(Handmade):
+    """A model whose trace is right, so that other checks refuse it."""
+
+    def __call__(self, tokens, positions, attend, cache):
+        for layer, spec in enumerate(self.config.layers):
+            x = jnp.zeros((*tokens.shape, spec.kv_heads, spec.key_size), self.dtype)
+            _, cache = attend(layer, x, x, x[..., : spec.value_size], cache)
+        return jnp.zeros((*tokens.shape, 1)), cache
+
+    def logits(self, hidden):
+        return jnp.zeros((*hidden.shape[:2], self.config.vocab_size))
+
+
 class Unregistered(Handmade):
     """A class of one's own that JAX knows nothing of."""
 
@@ -188,7 +202,7 @@ def test_a_config_may_keep_its_layers_in_a_list(tiny):
     """What the contract asks for is a sequence."""
     spec = LayerSpec(kv_heads=2, key_size=16, value_size=16)
     with pytest.raises(ValueError, match="prompt 0: the prompt is empty"):
-        start_decoding(Handmade(Shape(layers=[spec])), [[]], SamplingParams())
+        start_decoding(Traced(Shape(layers=[spec])), [[]], SamplingParams())
 
 
 def skip(function, models, cache, rows_state, *args, **static):
@@ -209,7 +223,7 @@ def test_the_context_takes_as_many_tokens_as_it_says(tiny):
 
 
 def test_the_context_of_a_draft_model_takes_as_many_too(tiny):
-    models = jspec.Models(tiny, Handmade(Shape(max_context=20)))
+    models = jspec.Models(tiny, Traced(Shape(max_context=20)))
     config = StepConfig(2, jspec.ModelDraft())
     start_decoding(models, [[1] * 8], SamplingParams(max_new_tokens=12), config, run=skip)
     with pytest.raises(ValueError, match=r"for the draft model: .* exceeds the context of 20"):
