@@ -67,6 +67,8 @@ RAGGED = 0.3  # the shortest prompt is this share shorter than the longest
 HEAD = 4000  # characters in which the name to change is the most frequent one
 CHARACTERS_PER_TOKEN = 8  # more than any of these texts has on average
 _GOLDEN = 0.618034  # its multiples, modulo 1, fill [0, 1) evenly
+# Addresses and the environment, which differ from process to process.
+_OF_PROCESS = re.compile(r" (?:at 0x|handle )[0-9a-f]+|environb? = .*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]{4,}")
 
 
@@ -158,7 +160,7 @@ def _documentation() -> str:
     """The language reference, and the documentation of `MODULES`."""
     parts = [topics[name] for name in sorted(topics)]
     parts += [pydoc.plain(pydoc.render_doc(name)) for name in MODULES]
-    return "\n".join(parts)
+    return re.sub(_OF_PROCESS, "", "\n".join(parts))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections import Counter
 
@@ -307,3 +308,10 @@ def test_a_model_without_a_chat_template(folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["real", "--model", str(bare), "--case", "B=4,S=300"])
     assert "has no chat template" in capsys.readouterr().err
+
+
+def test_the_documentation_has_nothing_of_the_process():
+    """Prompts are compared by a hash where a run is resumed."""
+    assert not re.search(
+        r" at 0x[0-9a-f]{8}|handle [0-9a-f]{8}|environb? = ", texts._documentation()
+    )
