@@ -118,7 +118,7 @@ def test_equals_the_reference_on_a_gpu(case):
     arguments = large_arguments(case)
     want = grouped_linear_xla(*arguments, **static(case))
     got = grouped_linear_triton(*arguments, **static(case))
-    if not case.startswith("gpt-oss-prefill"):
+    if case != "gpt-oss-prefill-mxfp4":
         np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
         return
     # A norm is rounded before the product in one, and after it in the other. Of ten million
