@@ -36,7 +36,7 @@ from tests.conftest import make_decoder
 from tests.decode.common import full_logits
 from tests.ops.laws import check_counts, filtered_law
 
-ROWS = 3_000
+ROWS = 6_000
 THREE = ModelConfig.uniform(
     vocab_size=3,
     hidden_size=16,
@@ -143,8 +143,9 @@ def check_law(
     seed: int = 0,
     vocabulary: int = 3,
     rule: Rule = "token",
+    rows: int = ROWS,
 ) -> float:
-    """Chi-square of `ROWS` texts of one prompt, one seed each; returns the acceptance rate.
+    """Chi-square of ``rows`` texts of one prompt, one seed each; returns the acceptance rate.
 
     Everything is traced again, so that a patched internal takes effect.
     """
@@ -162,8 +163,8 @@ def check_law(
         patch.setattr(vocabulary_module, "TILE", 4)
         got = generate(
             target(),
-            [PROMPT] * ROWS,
-            seeded(params, seed * ROWS, ROWS),
+            [PROMPT] * rows,
+            seeded(params, seed * rows, rows),
             gamma=0 if source == "plain" else gamma,
             draft=draft,
             draft_model=second(vocabulary) if draft.traits.needs_model else None,
