@@ -18,12 +18,12 @@ from jspec.cli.generate import Job, Ready, backends_of, load, ready_for
 from jspec.cli.output import whole_folder
 from jspec.cli.requests import Refused, read_requests
 from jspec.cli.settings import written
-from jspec.cli.show import console, counted_bars, environment, print_json
+from jspec.cli.show import console, counted, counted_bars, environment, print_json
 from jspec.decode.checks import one_each
 from jspec.decode.draft import Drafter, NoDraft
 from jspec.decode.settings import StepConfig
 from jspec.eval.sample import prepared
-from jspec.eval.tuning import GAMMAS, RATIOS, Bench, Trial, Tuning, draft_at, tune
+from jspec.eval.tuning import GAMMAS, PLAIN, RATIOS, RUNS, Bench, Trial, Tuning, draft_at, tune
 from jspec.eval.tuning_pictures import draw
 from jspec.extras import install
 from jspec.models.bundled import bundled_path
@@ -46,19 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.compile_cache:
             keep_programs()
         job, ready = _ready(arguments, max(gammas))
-        with _bar(2 * len(ratios) + len(gammas) + 1) as advance:
+        with _bar(_max_runs(len(ratios), len(gammas))) as advance:
             bench = Bench(
-                *(job.model, [r.prompt for r in ready], [r.params for r in ready], max(gammas)),
-                lambda draft: _arrays(arguments, job, draft),
+                *(job.model, [r.prompt for r in ready], [r.params for r in ready]),
+                *(arguments.draft, max(gammas), lambda draft: _arrays(arguments, job, draft)),
                 backends_of(arguments),
                 advance,
             )
-            plain = bench.plain()
-            tuning = tune(bench.sparse(arguments.draft), ratios, gammas)
-        report = _report(arguments, tuning, plain, len(ready))
+            groups = bench.same_programs(ratios)
+            tuning = tune(
+                bench.measure, [group[0] for group in groups], gammas, bench.default(groups)
+            )
+        report = _report(arguments, tuning, groups, len(ready))
         (folder / "settings.json").write_text(written(**report["settings"]))
         (folder / "tuning.json").write_text(json.dumps(report) + "\n")
-        picture = _draw(tuning, plain, folder, arguments.out)
+        picture = _draw(tuning, folder, arguments.out)
     if arguments.json:
         print_json(report)
     else:
@@ -101,58 +103,109 @@ def _bar(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bars.advance(task)
 
 
+def _max_runs(ratios: int, gammas: int) -> int:
+    """How many runs a tuning makes at most: those that compile, and those that are timed."""
+    settings = ratios + gammas + ratios + 2
+    return settings + RUNS * (settings - ratios)
+
+
 def _report(
-    arguments: argparse.Namespace, tuning: Tuning, plain: float, requests: int
+    arguments: argparse.Namespace,
+    tuning: Tuning,
+    groups: Sequence[tuple[float, ...]],
+    requests: int,
 ) -> dict[str, Any]:
-    """All that was measured, and the fastest settings: plain decoding where that is."""
-    best, speedup = tuning.best, tuning.best.tokens_per_s / plain if plain else 0.0
-    settings = {"draft": draft_at(arguments.draft, best.ratio)[0], "gamma": best.gamma}
+    """All that was measured, and the settings to take."""
+    chosen = tuning.chosen.setting
+    ratio = None if tuning.chosen is tuning.default else chosen.ratio
+    draft = "none" if chosen == PLAIN else draft_at(arguments.draft, ratio)[0]
+    steps = {"acceptance": tuning.acceptance, "gammas": tuning.gammas, "ratios": tuning.ratios}
+    singles = {"best": tuning.best, "default": tuning.default, "plain": tuning.plain}
     return {
-        "settings": settings if speedup > 1 else {"draft": "none", "gamma": 0},
-        "speedup": speedup,
-        "plain_tokens_per_s": plain,
+        "settings": {"draft": draft, "gamma": chosen.gamma},
+        "beyond_noise": tuning.chosen is not tuning.default,
+        "speedup": tuning.chosen.tokens_per_s / tuning.plain.tokens_per_s,
         "requests": requests,
-        **dataclasses.asdict(tuning),
+        "same_programs": [list(group) for group in groups if len(group) > 1],
+        "settled": tuning.settled,
+        **{name: [_fields(trial) for trial in trials] for name, trials in steps.items()},
+        **{name: _fields(trial) for name, trial in singles.items()},
         "environment": environment(),
     }
 
 
-def _draw(tuning: Tuning, plain: float, folder: Path, out: str) -> str:
+def _fields(trial: Trial) -> dict[str, Any]:
+    """A trial for JSON."""
+    fields = {**trial.setting._asdict(), "accepted": trial.accepted}
+    if not trial.speeds:
+        return fields
+    return {**fields, "tokens_per_s": trial.tokens_per_s, "runs": list(trial.speeds)}
+
+
+def _draw(tuning: Tuning, folder: Path, out: str) -> str:
     """Draw both pictures; returns what to tell the user."""
     if find_spec("matplotlib") is None:
         return f"no pictures: {install('bench')}"
-    draw(tuning, plain, folder)
+    draw(tuning, folder)
     return f"pictures in {out}: acceptance.png, throughput.png"
 
 
 def _show(report: dict[str, Any], tuning: Tuning, out: str, picture: str) -> None:
-    steps = (
-        ("1: where acceptance settles", tuning.acceptance, tuning.settled, None),
-        ("2: gamma", tuning.gammas, None, tuning.best.gamma),
-        ("3: ratio", tuning.ratios, tuning.best.ratio, None),
-    )
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("step", "ratio", "gamma", "accepted a step", "tokens/s", "vs plain"):
-        table.add_column(heading, justify="left" if heading == "step" else "right")
-    for name, trials, ratio, gamma in steps:
-        for trial in trials:
-            chosen = trial.ratio == ratio or trial.gamma == gamma
-            table.add_row(*_cells(name, trial, report["plain_tokens_per_s"], chosen=chosen))
+    for heading in ("step", "ratio", "gamma", "accepted a step", "tokens/s", "slowest-fastest", ""):
+        table.add_column(heading, justify="right" if heading not in ("step", "") else "left")
+    for name, rows in _rows(tuning):
+        for trial, mark in rows:
+            table.add_row(name, *_cells(trial), mark)
             name = ""
     shows, settings = console(), report["settings"]
     shows.print(table)
-    speed = f"{report['speedup']:.2f}x of plain decoding on {report['requests']} requests"
-    if settings["draft"] == "none":
-        shows.print(f"plain decoding is fastest: drafts have {speed}", soft_wrap=True)
+    for group in report["same_programs"]:
+        shows.print(f"the same program on these requests, measured once: ratios {_listed(group)}")
+    flags = f"--draft {settings['draft']} --gamma {settings['gamma']}"
+    speed = (
+        f"{report['speedup']:.2f}x of plain decoding on {counted(report['requests'], 'request')}"
+    )
+    if not report["beyond_noise"]:
+        text = f"no setting is faster than the default beyond the noise; {flags}: {speed}"
+    elif settings["draft"] == "none":
+        best = tuning.best.tokens_per_s / tuning.plain.tokens_per_s
+        text = f"plain decoding is fastest: drafts have {best:.2f}x of it"
     else:
-        shows.print(
-            f"--draft {settings['draft']} --gamma {settings['gamma']}: {speed}", soft_wrap=True
-        )
+        text = f"{flags}: {speed}, faster than the default beyond the noise"
+    shows.print(text, soft_wrap=True)
     shows.print(f"jspec generate --settings {out}/settings.json; {picture}", soft_wrap=True)
 
 
-def _cells(name: str, trial: Trial, plain: float, *, chosen: bool) -> tuple[str, ...]:
-    speed = f"{trial.tokens_per_s:,.1f}"
-    above = f"{trial.tokens_per_s / plain:.2f}x" if plain else ""
-    mark = "*" if chosen else ""
-    return name, f"{trial.ratio:g}", f"{trial.gamma}", f"{trial.accepted:.2f}", speed, above + mark
+def _rows(tuning: Tuning) -> Iterator[tuple[str, list[tuple[Trial, str]]]]:
+    """The trials of each step, each with what to say of it."""
+    settled = [t.setting.ratio == tuning.settled for t in tuning.acceptance]
+    marks = ["settles" if x else "" for x in settled]
+    yield "1: acceptance", list(zip(tuning.acceptance, marks, strict=True))
+    fastest = max(tuning.gammas, key=lambda trial: trial.tokens_per_s)
+    yield "2: gamma", [(trial, _against(trial, fastest, "fastest")) for trial in tuning.gammas]
+    trials = dict.fromkeys((tuning.plain, tuning.default, *tuning.ratios))
+    yield "3: ratio", [(trial, _against(trial, tuning.default, "default")) for trial in trials]
+
+
+def _against(trial: Trial, other: Trial, name: str) -> str:
+    """How the speed of a trial compares with that of ``other``, called ``name``."""
+    if trial is other:
+        return name
+    if other.beats(trial):
+        return "slower"
+    return "faster" if trial.beats(other) else "within noise"
+
+
+def _cells(trial: Trial) -> tuple[str, ...]:
+    ratio, gamma = trial.setting
+    size = "" if ratio is None else f"{ratio:g}"
+    speeds = ("", "")
+    if trial.speeds:
+        spread = f"{min(trial.speeds):,.1f}-{max(trial.speeds):,.1f}"
+        speeds = f"{trial.tokens_per_s:,.1f}", spread
+    return size, f"{gamma}" if gamma else "plain", f"{trial.accepted:.2f}", *speeds
+
+
+def _listed(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{ratio:g}" for ratio in ratios)

@@ -6,29 +6,33 @@ import re
 import pytest
 
 from jspec.cli import main, tune
-from jspec.eval.tuning import Trial
+from jspec.eval.tuning import RUNS, Setting, Trial
 
 
 class Bench:
     """Acceptance that settles at 5 % and draft tokens that cost little, up to 7 of them."""
 
-    speed = 1.0
+    speed, noise = 1.0, 0.01
+    groups: list[tuple[float, ...]] | None = None
 
-    def __init__(self, model, prompts, params, longest, arrays, backends, report):
+    def __init__(self, model, prompts, params, text, max_gamma, make_params, backends, report):
         self.report, self.rows = report, len(prompts)
 
-    def plain(self):
+    def same_programs(self, ratios):
+        return self.groups or [(ratio,) for ratio in sorted(ratios)]
+
+    def default(self, groups):
+        return Setting(None, 4)
+
+    def measure(self, settings, *, runs):
+        return tuple(self.trial(*setting, runs) for setting in settings)
+
+    def trial(self, ratio, gamma, runs):
         self.report()
-        return 10.0
-
-    def sparse(self, text):
-        def measure(ratio, gamma):
-            self.report()
-            accepted = min(gamma, 5 if ratio >= 0.05 else 2)
-            speed = self.speed * 10 * (1 + accepted) / (1 + 0.1 * gamma)
-            return Trial(ratio, gamma, accepted, speed)
-
-        return measure
+        accepted = min(gamma, 5 if ratio and ratio >= 0.05 else 2)
+        speed = (self.speed if gamma else 1) * 10 * (1 + accepted) / (1 + 0.1 * gamma)
+        noise = [1 + self.noise * (run % 2) for run in range(runs)]
+        return Trial(Setting(ratio, gamma), accepted, tuple(speed * x for x in noise))
 
 
 @pytest.fixture
@@ -57,7 +61,8 @@ def test_it_writes_settings_that_generate_takes(run, tmp_path, capsys):
     assert not captured.out
     lines = captured.err.splitlines()
     assert max(map(len, lines[:-2])) <= 100
-    assert "--draft vegas:budget=0.05 --gamma 5: 4.00x of plain decoding on 2 requests" in lines
+    speed = "--draft vegas:budget=0.05 --gamma 5: 4.00x of plain decoding on 2 requests"
+    assert f"{speed}, faster than the default beyond the noise" in lines
     out = tmp_path / "tuned"
     assert json.loads((out / "settings.json").read_text()) == {
         "draft": "vegas:budget=0.05",
@@ -80,7 +85,10 @@ def test_json_has_every_trial(run, tmp_path, capsys):
     assert [row["gamma"] for row in printed["gammas"]] == [3, 4]
     assert printed["requests"] == 3
     assert printed["settled"] == 0.1
-    assert printed["speedup"] == printed["best"]["tokens_per_s"] / printed["plain_tokens_per_s"]
+    assert printed["speedup"] == printed["best"]["tokens_per_s"] / printed["plain"]["tokens_per_s"]
+    assert printed["beyond_noise"] is True
+    assert len(printed["best"]["runs"]) == RUNS
+    assert "runs" not in printed["acceptance"][0]
 
 
 def test_where_plain_decoding_is_faster_the_settings_say_so(run, tmp_path, capsys, monkeypatch):
@@ -89,6 +97,23 @@ def test_where_plain_decoding_is_faster_the_settings_say_so(run, tmp_path, capsy
     assert "plain decoding is fastest: drafts have 0.40x" in capsys.readouterr().err
     settings = json.loads((tmp_path / "tuned" / "settings.json").read_text())
     assert settings == {"draft": "none", "gamma": 0}
+
+
+def test_gains_within_the_noise_leave_the_default(run, tmp_path, capsys, monkeypatch):
+    """The table says what is noise, and which ratios were one program."""
+    monkeypatch.setattr(Bench, "noise", 9.0)
+    monkeypatch.setattr(Bench, "groups", [(0.01, 0.02, 0.03), (0.05,)])
+    assert run() == 0
+    err = capsys.readouterr().err
+    assert "no setting is faster than the default beyond the noise; --draft vegas --gamma 4" in err
+    assert "the same program on these requests, measured once: ratios 0.01, 0.02, 0.03" in err
+    assert err.count("within noise") == 4 + 1 + 2  # of gammas; plain decoding, two ratios
+    assert "faster\n" not in err
+    settings = json.loads((tmp_path / "tuned" / "settings.json").read_text())
+    assert settings == {"draft": "vegas", "gamma": 4}
+    tuning = json.loads((tmp_path / "tuned" / "tuning.json").read_text())
+    assert tuning["beyond_noise"] is False
+    assert tuning["same_programs"] == [[0.01, 0.02, 0.03]]
 
 
 @pytest.mark.parametrize(
