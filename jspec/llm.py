@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
-
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import one_each
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
@@ -42,17 +40,17 @@ class Completion:
         tokens: all generated token ids.
         finished: ``stop`` or ``length``.
         seed: seed that reproduces a sampled answer.
-        logprobs: float32 ``[len(tokens)]``, log-probability of each token; None unless requested.
-        top_logprobs: for each token the likeliest tokens at its place with their log-probabilities,
-            the likeliest first, as many as requested.
+        logprobs: for each token a dict from token ids to log-probabilities, natural logs: the token
+            itself, then the most likely tokens at its place, as many as requested, the likeliest
+            first. They are laid out as vLLM's, with a number in place of a ``Logprob``. None unless
+            requested.
     """
 
     text: str
     tokens: tuple[int, ...]
     finished: str
     seed: int
-    logprobs: np.ndarray | None = None
-    top_logprobs: tuple[dict[int, float], ...] | None = None
+    logprobs: tuple[dict[int, float], ...] | None = None
 
 
 class LLM:
@@ -129,7 +127,7 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         n: int = 1,
-        logprobs: bool | int = False,
+        logprobs: int | None = None,
     ) -> list[Completion]:
         """Complete prompts.
 
@@ -140,9 +138,9 @@ class LLM:
                 seed take that seed and those after it.
             stop: texts that end an answer, which is cut before the first of them.
             n: completions of each prompt.
-            logprobs: whether to compute the log-probability of each token under the model, at
-                temperature 1 without filters; a number also gives so many of the likeliest tokens.
-                It costs another prefill.
+            logprobs: how many of the most likely tokens to give with each token, as
+                `Completion.logprobs`; 0 gives the token itself alone, None no log-probabilities.
+                They are the model's, at temperature 1 without filters, and cost another prefill.
 
         Returns:
             ``n`` completions of the first prompt, then of the second, and so on.
@@ -161,7 +159,7 @@ class LLM:
         *,
         stop: str | Sequence[str] = (),
         n: int = 1,
-        logprobs: bool | int = False,
+        logprobs: int | None = None,
         **settings: Any,
     ) -> list[Completion]:
         """Answer conversations, rendered by the model's chat template.
@@ -272,7 +270,7 @@ class LLM:
     def _complete(self, prompts, params, stop, n, logprobs) -> list[Completion]:
         if (whole_number(n) or 0) < 1:
             raise ValueError(f"n={shown(n)} must be a whole number, at least 1")
-        stop, top = _texts(stop), self._top_count(logprobs)
+        stop, top = _texts(stop), self._checked_logprobs(logprobs)
         # `one_each` gives every prompt a seed; its other answers take the seeds that follow.
         params = [
             dataclasses.replace(p, seed=(p.seed + sample) % 2**32)
@@ -290,8 +288,8 @@ class LLM:
     def _answer(self, prompts, params, stop, top: int | None) -> list[Completion]:
         """Completions of one batch.
 
-        ``top``: how many of the likeliest tokens to give for each token; None: no log-probabilities
-        at all.
+        ``top``: how many of the likeliest tokens to give for each token; None for no
+        log-probabilities.
         """
         rows = [self._row(ids, p, stop) for ids, p in zip(prompts, params, strict=True)]
         params = [with_stops(p, stop, self.tokenizer) for p in params]
@@ -322,22 +320,22 @@ class LLM:
         scored = []
         for score, one in zip(scores, completions, strict=True):
             begin = len(score.logprobs) - len(one.tokens)
-            pairs = zip(score.top_tokens[begin:], score.top_logprobs[begin:], strict=True)
-            tops = tuple(
-                dict(zip(ids.tolist(), values.tolist(), strict=True)) for ids, values in pairs
+            chosen = zip(one.tokens, score.logprobs[begin:].tolist(), strict=True)
+            likely = zip(score.top_tokens[begin:], score.top_logprobs[begin:], strict=True)
+            logprobs = tuple(
+                {token: value} | dict(zip(ids.tolist(), values.tolist(), strict=True))
+                for (token, value), (ids, values) in zip(chosen, likely, strict=True)
             )
-            fields = {"logprobs": score.logprobs[begin:], "top_logprobs": tops if top else None}
-            scored.append(dataclasses.replace(one, **fields))
+            scored.append(dataclasses.replace(one, logprobs=logprobs))
         return scored
 
-    def _top_count(self, logprobs: bool | int) -> int | None:
-        """How many of the likeliest tokens ``logprobs`` asks for; None: no log-probabilities."""
-        if isinstance(logprobs, bool) or logprobs is None:
-            return 0 if logprobs else None
+    def _checked_logprobs(self, logprobs: int | None) -> int | None:
+        """``logprobs`` as `generate` takes it; raises `ValueError` for anything else."""
         count, limit = whole_number(logprobs), self.model.config.vocab_size
-        if count is None or not 0 <= count <= limit:
+        if logprobs is not None and (count is None or not 0 <= count <= limit):
             raise ValueError(
-                f"logprobs={shown(logprobs)} must be True, False, or how many of the {limit} tokens"
+                f"logprobs={shown(logprobs)} must be how many of the {limit} tokens to give with "
+                "each token: 0 for the token itself alone, or None for no log-probabilities"
             )
         return count
 

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jspec
+from jspec.decode.score import score_top_tokens
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate
 from jspec.models.tokenizer import Tokenizer
@@ -149,32 +150,35 @@ def test_n_answers_have_seeds_in_a_row(llm):
 
 
 def test_log_probabilities_are_the_models(llm):
-    result = llm.generate([CODE, "x = "], SHORT, logprobs=True)
+    params = jspec.SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
+    result = llm.generate([CODE, "x = "], params, logprobs=0)
     for prompt, completion in zip((CODE, "x = "), result, strict=True):
         whole = [*llm.tokenizer.encode(prompt), *completion.tokens]
-        expected = jspec.score_tokens(llm.model, [whole])[0][-12:]
-        assert completion.logprobs is not None
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
-        # Greedy tokens are the likeliest of 256 and more.
-        assert (completion.logprobs > -np.log(llm.model.config.vocab_size)).all()
-
-
-def test_the_likeliest_tokens_are_the_models(llm):
-    (result,) = llm.generate(CODE, SHORT, logprobs=3)
-    assert result.logprobs is not None
-    assert result.top_logprobs is not None
-    assert [len(top) for top in result.top_logprobs] == [3] * 12
-    for token, logprob, top in zip(
-        result.tokens, result.logprobs, result.top_logprobs, strict=True
-    ):
-        # A greedy token is the likeliest.
-        assert next(iter(top)) == token
-        values = list(top.values())
-        assert values == sorted(values, reverse=True)
-        np.testing.assert_allclose(values[0], logprob, atol=1e-6)
-    assert llm.generate(CODE, SHORT, logprobs=True)[0].top_logprobs is None
-    assert llm.generate(CODE, SHORT, logprobs=0)[0].logprobs is not None
+        expected = jspec.score_tokens(llm.model, [whole])[0][-len(completion.tokens) :]
+        assert [tuple(tokens) for tokens in completion.logprobs] == [
+            (t,) for t in completion.tokens
+        ]
+        values = [x for tokens in completion.logprobs for x in tokens.values()]
+        np.testing.assert_allclose(values, expected, atol=1e-4)
     assert llm.generate(CODE, SHORT, logprobs=None)[0].logprobs is None
+
+
+def test_log_probabilities_have_the_form_of_vllm(llm):
+    """The chosen token comes first, whether or not it is among the most likely ones."""
+    params = jspec.SamplingParams(max_new_tokens=24, temperature=3.0, seed=3)
+    (result,) = llm.generate(CODE, params, logprobs=5)
+    whole = [*llm.tokenizer.encode(CODE), *result.tokens]
+    (scores,) = score_top_tokens(llm.model, [whole], llm.model.config.vocab_size)
+    sizes = []
+    for place, (token, logprobs) in enumerate(
+        zip(result.tokens, result.logprobs, strict=True), -24
+    ):
+        ids, values = scores.top_tokens[place].tolist(), scores.top_logprobs[place].tolist()
+        law = dict(zip(ids, values, strict=True))
+        assert list(logprobs) == list(dict.fromkeys([token, *ids[:5]]))
+        np.testing.assert_allclose(list(logprobs.values()), [law[x] for x in logprobs], atol=1e-5)
+        sizes.append(len(logprobs))
+    assert set(sizes) == {5, 6}
 
 
 def test_prompts_have_the_forms_of_vllm(llm, plain):
@@ -224,7 +228,8 @@ def test_a_template_of_the_call_or_of_the_model(llm, plain):
         (lambda llm: llm.chat("Hi"), "no conversation; pass messages"),
         (lambda llm: llm.chat(["Hi"]), "no conversation; pass messages"),
         (lambda llm: llm.chat(TALK, sampling_params=SHORT), "sampling_params= is no variable"),
-        (lambda llm: llm.generate(CODE, logprobs=-1), "logprobs=-1 must be True, False, or how"),
+        (lambda llm: llm.generate(CODE, logprobs=-1), "logprobs=-1 must be how many of the 260"),
+        (lambda llm: llm.generate(CODE, logprobs=True), "logprobs=True must be how many"),
         (lambda llm: llm.generate(CODE, logprobs=2.0), r"logprobs=2\.0 must be"),
         (lambda llm: llm.generate(CODE, logprobs=10**6), "how many of the 260 tokens"),
         (lambda llm: jspec.LLM(batch=0), "batch=0 must be a whole number, at least 1"),
@@ -237,7 +242,16 @@ def test_a_template_of_the_call_or_of_the_model(llm, plain):
     ],
     ids=[
         *("n", "half-n", "no-stop", "empty-stop", "stop", "none", "no-messages", "message"),
-        *("text", "texts", "params", "below-0", "half-logprobs", "over-vocabulary", "batch"),
+        *(
+            "text",
+            "texts",
+            "params",
+            "below-0",
+            "true",
+            "half-logprobs",
+            "over-vocabulary",
+            "batch",
+        ),
         *("text-batch", "tokenizer", "template"),
     ],
 )
