@@ -12,7 +12,7 @@ import pytest
 import jspec
 from jspec.config import SamplingParams
 from jspec.conformance import rules
-from jspec.conformance.__main__ import main
+from jspec.conformance.command import judge, main, parser
 from jspec.conformance.laws import ALARM, FAULTS, LAWS, Finding, check, diagnosis, law_of
 from jspec.conformance.statistics import binomial_test, chi2_tail, g_test, poisson_tail
 from jspec.ops import vocabulary as vocabulary_module
@@ -29,6 +29,11 @@ WRONG = {
     "eager": "acceptance",  # 2 % too often
     "reused": "steps",
 }
+
+
+def in_process(arguments: list[str]) -> int:
+    """The exit code of the command, whose laws run in this process."""
+    return judge(parser().parse_args(arguments))
 
 
 @pytest.mark.parametrize("name", ["token", "block"])
@@ -50,7 +55,7 @@ def test_a_fault_shows_its_class(name, law):
 def test_a_fault_of_acceptance_shows_where_that_law_alone_is_asked_for(capsys):
     name = "tests.conformance.verifiers:shared"
     settings = ["--verifier", name, "--rows", "20000", "--laws", "accepted tokens"]
-    assert main(settings) == 1
+    assert in_process(settings) == 1
     out = capsys.readouterr().out
     assert FAULTS["accepted tokens"].split(":")[0] in " ".join(out.split())
     assert "Every law holds" not in out
@@ -59,7 +64,7 @@ def test_a_fault_of_acceptance_shows_where_that_law_alone_is_asked_for(capsys):
 def test_to_accept_less_is_said_and_is_no_fault(capsys):
     """By the target's own draws: a lossless verifier whose draft counts by chance alone."""
     settings = ["--verifier", "tests.conformance.verifiers:careless", "--rows", "20000"]
-    assert main([*settings, "--laws", "one draft token", "accepted tokens"]) == 0
+    assert in_process([*settings, "--laws", "one draft token", "accepted tokens"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "FAILS" not in out
     assert "accepts less" in out
@@ -148,9 +153,10 @@ def test_the_suite_needs_numpy_alone(tmp_path):
         "        if root not in {*sys.stdlib_module_names, 'jspec', 'numpy', 'mine'}:\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refuse())\n"
-        "from jspec.conformance.__main__ import main\n"
+        "from jspec.conformance.command import judge, parser\n"
         "laws = ['greedy', 'one draft token', 'block']\n"
-        "sys.exit(main(['--verifier', 'mine:token', '--rows', '2000', '--laws', *laws]))\n"
+        "settings = ['--verifier', 'mine:token', '--rows', '2000', '--laws', *laws]\n"
+        "sys.exit(judge(parser().parse_args(settings)))\n"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(jspec.__file__).parents[1])])
     environment = os.environ | {"PYTHONPATH": path}
@@ -172,7 +178,7 @@ def test_to_accept_little_is_no_fault():
 
 def run(capsys, *more: str):
     laws = ["--laws", "greedy", "one draft token", "top-p", "--rows", "5000"]
-    code = main(["--verifier", f"tests.conformance.verifiers:{more[0]}", *laws, *more[1:]])
+    code = in_process(["--verifier", f"tests.conformance.verifiers:{more[0]}", *laws, *more[1:]])
     return code, capsys.readouterr()
 
 
@@ -204,7 +210,7 @@ def test_json_is_one_line(capsys):
     ],
 )
 def test_what_is_no_verifier_is_refused(name, message, capsys):
-    assert main(["--verifier", name, "--rows", "1000"]) == 2
+    assert in_process(["--verifier", name, "--rows", "1000"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -216,12 +222,36 @@ def test_what_is_no_verifier_is_refused(name, message, capsys):
     ],
 )
 def test_a_verifier_that_ends_is_no_verdict(name, message, capsys):
-    assert main(["--verifier", f"tests.conformance.verifiers:{name}", "--rows", "1000"]) == 3
+    assert in_process(["--verifier", f"tests.conformance.verifiers:{name}", "--rows", "1000"]) == 3
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_module_that_exits_is_no_verdict(tmp_path, monkeypatch, capsys):
     (tmp_path / "leaves_at_once.py").write_text("raise SystemExit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["--verifier", "leaves_at_once:verify"]) == 3
+    assert in_process(["--verifier", "leaves_at_once:verify"]) == 3
     assert "leaves_at_once ends with SystemExit: 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ends_with_0", "the verifier ends the process, with status 0"),
+        ("ends_with_7", "the verifier ends the process, with status 7"),
+        ("crashes", "the verifier ends the process, by SIGSEGV"),
+    ],
+)
+def test_a_verifier_that_ends_the_process_is_no_verdict(name, message, capfd):
+    settings = ["--verifier", f"tests.conformance.ending:{name}", "--rows", "1000"]
+    assert main([*settings, "--laws", "greedy", "one draft token"]) == 3
+    out, err = capfd.readouterr()
+    assert err == f"jspec.conformance: {message}\n"
+    assert out.count("holds") == (name == "ends_with_7")  # in the second law
+    assert "Every law holds" not in out
+
+
+@pytest.mark.parametrize(("name", "code"), [("token", 0), ("raises", 3)])
+def test_the_command_has_the_exit_code_of_its_laws(name, code, capfd):
+    settings = ["--verifier", f"tests.conformance.ending:{name}", "--rows", "1000"]
+    assert main([*settings, "--laws", "greedy"]) == code
+    assert ("Every law holds" in capfd.readouterr().out) == (code == 0)
