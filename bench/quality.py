@@ -168,9 +168,9 @@ def drafted(
                 reason = failure(name, error).reason
                 yield row("draft", case, name, checked=False, reason=reason)
                 continue
+            yield row("draft", case, name, **figures_of(measured, reference, settings))
             if name == REFERENCE:
                 reference = per_text(measured)
-            yield row("draft", case, name, **figures_of(measured, reference, settings))
             advance()
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from bench.report import figures, glance, readme
+from bench.report import figures, readme
+from bench.report.markdown import Line, table
 from bench.report.questions import QUESTIONS, Question
 from bench.report.runs import JOINED, Run, read
 
@@ -33,61 +33,68 @@ def write(results: Path = RESULTS, docs: Path = DOCS, page: Path | None = None) 
     """
     docs.mkdir(parents=True, exist_ok=True)
     runs = read(results)
-    parts = [HEAD.format(rest=_rest(runs)), *glance.tables_of(runs, _titles())]
+    parts = [HEAD.format(rest=_rest(runs)), *_glances(runs)]
     parts += [part for question in QUESTIONS for part in _parts(question, runs, docs)]
     (docs / "RESULTS.md").write_text("\n".join(parts))
     if page is not None:
-        page.write_text(readme.refreshed(page.read_text(), of_real(runs)))
+        real = [run for run in runs if run.suite == "real"]
+        page.write_text(readme.refreshed(page.read_text(), real))
 
 
-def of_real(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """What real models show, by the name of a machine's folder, in the order of RESULTS.md."""
-    return {run.machine: run.result for run in runs if run.suite == "real"}
+def _glances(runs: Sequence[Run]) -> Iterator[str]:
+    """The first tables: the headlines of every GPU, and a line for the CPU."""
+    for device in dict.fromkeys(run.device for run in runs):
+        lines, title, of_device = [], "", [run for run in runs if run.device == device]
+        for question in QUESTIONS:
+            title = question.title or title
+            link = f"[{title}](#{anchor(title)})"
+            for case, result, compared in question.headlines(of_device):
+                words = {"": link, "case": case, "result": result, "compared with": compared}
+                lines.append(Line(words))
+        if device == "cpu" and lines:
+            cases = (list(line.cells.values())[1:] for line in lines)
+            words = [f"{case}: {x} ({compared or 'no rival'})" for case, x, compared in cases]
+            yield f"## At a glance: CPU\n\n{'; '.join(words)}.\n"
+        elif lines:
+            yield f"## At a glance: {device}\n\n{table(lines, 4)}"
 
 
-def _titles() -> dict[str, str]:
-    """The heading of each suite's first table; that of a table which names the suite first."""
-    main = {question.suites[0] for question in QUESTIONS}
-    titles, title = {}, ""
-    for question in QUESTIONS:
-        title = question.title or title
-        for suite in question.suites:
-            if suite == question.suites[0] or suite not in main:
-                titles.setdefault(suite, title)
-    return titles
+def anchor(heading: str) -> str:
+    """What a link to a heading ends with, as GitHub and MkDocs make it."""
+    letters = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
+    return letters.replace(" ", "-")
 
 
 def _parts(question: Question, runs: Sequence[Run], docs: Path) -> Iterator[str]:
-    """Heading, words, pictures, table and command; nothing where no GPU has a result."""
-    of_question = [run for suite in question.suites for run in runs if run.suite == suite]
-    shown = _on_gpus(of_question)
-    if not shown:
+    """Heading, words, pictures, table and command; nothing where nothing was measured.
+
+    CPUs are left out where there are GPUs.
+    """
+    every = [run for suite in question.suites for run in runs if run.suite == suite]
+    shown = [run for run in every if run.device != "cpu"] or every
+    rows = table(question.rows(shown), question.labels)
+    if not rows:
         return
     if question.title:
         yield f"## {question.title}\n"
-    words = f"{question.words} All rows: `python -m bench show {_files(of_question)}`."
-    yield " ".join([words, *_pictures(question, shown, docs)]) + "\n"
-    yield question.table(shown)
+    words = f"{question.words} All rows: `python -m bench show {_files(every)}`."
+    pictures = [] if question.picture is None else _pictures(question.picture, shown, docs)
+    yield " ".join([words, *pictures]) + "\n"
+    yield rows
     if question.notes is not None and (notes := question.notes(shown)):
         yield f"{notes}\n"
 
 
-def _on_gpus(runs: Sequence[Run]) -> list[Run]:
-    """The runs on GPUs; those on CPUs where there are no others."""
-    return [run for run in runs if run.device != "cpu"] or list(runs)
-
-
-def _pictures(question: Question, runs: Sequence[Run], docs: Path) -> Iterator[str]:
+def _pictures(picture: figures.Picture, runs: Sequence[Run], docs: Path) -> Iterator[str]:
     """Links to what was drawn of the first run of a machine that has what the picture shows."""
     drawn: set[str] = set()
-    for run in runs if question.has_picture else ():
-        drawing = figures.FIGURES.get(run.suite)
-        if drawing is None or run.machine in drawn or (drawn and not question.every_card):
+    for run in runs:
+        if run.machine in drawn or (drawn and not picture.every_card):
             continue
-        path = docs / f"{run.machine}-{drawing.name}.png"
-        if figures.draw(run.result, path):
+        path = docs / f"{run.machine}-{picture.name}.png"
+        if figures.draw(picture, run, path):
             drawn.add(run.machine)
-            yield f"![{run.card}: {drawing.words}]({path.name})"
+            yield f"![{run.card}: {picture.words}]({path.name})"
 
 
 def _files(runs: Sequence[Run]) -> str:
@@ -108,6 +115,6 @@ def _files(runs: Sequence[Run]) -> str:
 
 def _rest(runs: Sequence[Run]) -> str:
     """The suites without a table."""
-    titles = _titles()
-    rest = sorted((run for run in runs if run.suite not in titles), key=lambda run: run.suite)
+    suites = {suite for question in QUESTIONS for suite in question.suites}
+    rest = sorted((run for run in runs if run.suite not in suites), key=lambda run: run.suite)
     return f" Other suites: `python -m bench show {_files(rest)}`." if rest else ""

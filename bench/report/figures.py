@@ -1,203 +1,257 @@
-"""The figures of a result; each is left out where its rows were not measured."""
+"""The pictures of RESULTS.md and README: panels of curves, each of a machine's result."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import table
-from bench.point import best_clock, spread
-from bench.report import real_figures
-from bench.report.text import median, names, pick, values
+from bench.cases import kilo
+from bench.point import Row, best_clock
+from bench.report.markdown import is_slower, microseconds
+from bench.report.real import rows_of
+from bench.report.real_cells import VEGAS, Cell, pairs
+from bench.report.runs import Run
 
-COLOURS = {
-    "xla": "#805ad5",
-    "cuda": "#2b6cb0",
-    "cuda_naive": "#e53e3e",
-    "triton": "#38a169",
-    "pallas": "#d69e2e",
-    "torch": "#718096",
-    "torch_graph": "#2d3748",
-    "flashinfer": "#dd6b20",
-    "flashinfer_fa3": "#f6ad55",
-    "fa3": "#e53e3e",
-    "fa3_jax": "#97266d",
-    "cudnn": "#0bc5ea",
-    "xla_blocked": "#b794f4",
-    "exact_topk": "#1a202c",
-    "hata": "#2b6cb0",
-    "quest-16": "#38a169",
-    "loki-16": "#d69e2e",
-    "magicpig-16": "#e53e3e",
-}
+SLOWER = "#c53030"
 # Policies that read as many bytes of a key, and the exact choice.
 EQUAL_BYTES = ("exact_topk", "hata", "quest-16", "loki-16", "magicpig-16")
-Lines = dict[str, list[tuple[float, float]]]
-LOG_X = ("log", "linear")
+DOTTED = ", T=0.8"  # ends the label of a curve that is dotted, without a place in the legend
+# A curve's points by its label.
+Curves = dict[str, dict[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawing:
-    """A figure: its file's name, what draws it and says whether it could, inches, and words."""
+class Panel:
+    """Curves against ``xlabel``, on a logarithmic scale."""
+
+    title: str
+    xlabel: str
+    curves: Mapping[str, Mapping[float, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """Panels of a run.
+
+    Attributes:
+        name: of its file, after the machine's.
+        words: what it shows.
+        ylabel: of its panels.
+        panels: rows of panels, which share a scale; empty where the run has nothing to show.
+        size: inches of a row of panels.
+        yscale: ``"linear"`` or ``"log"``.
+        against_one: whether curves are speeds, of which those below 1 are marked.
+        every_card: whether there is a picture of each machine, not of the first one alone.
+    """
 
     name: str
-    draw: Callable[[Any, dict[str, Any]], bool]
-    size: tuple[float, float]
     words: str
+    ylabel: str
+    panels: Callable[[Run], Sequence[Sequence[Panel]]]
+    size: tuple[float, float]
+    yscale: str = "linear"
+    against_one: bool = False
+    every_card: bool = False
+
+    def draw(self, figure: Any, run: Run) -> bool:
+        """Draw the run's panels into a figure; whether there are any."""
+        grid = [row for row in self.panels(run) if row]
+        if not grid:
+            return False
+        width, height = self.size
+        figure.set_size_inches(width, height * len(grid))
+        every = figure.subplots(len(grid), len(grid[0]), squeeze=False, sharey="row")
+        for axes, panels in zip(every, grid, strict=True):
+            for axis, panel in zip(axes, panels, strict=True):
+                self._panel(axis, panel)
+            axes[0].set_ylabel(self.ylabel)
+            if not self.against_one:
+                place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+                axes[-1].legend(fontsize=7, frameon=False, **place)
+        return True
+
+    def _panel(self, axis: Any, panel: Panel) -> None:
+        from matplotlib import colormaps
+        from matplotlib.ticker import LogLocator
+
+        colours: Any = colormaps["tab20"]
+        labels = list(dict.fromkeys(label.removesuffix(DOTTED) for label in panel.curves))
+        for label, points in panel.curves.items():
+            name = label.removesuffix(DOTTED)
+            index = labels.index(name)
+            style = {"color": colours.colors[(2 * index + index // 10) % 20], "marker": "."}
+            style |= {"linestyle": "-", "label": name} if name == label else {"linestyle": ":"}
+            axis.plot(*zip(*points.items(), strict=True), **style)
+            for x, y in points.items() if self.against_one else ():
+                if is_slower(y):
+                    axis.plot(x, y, "x", color=SLOWER, markersize=8, zorder=3)
+        axis.set(xlabel=panel.xlabel, xscale="log", yscale=self.yscale)
+        axis.set_title(panel.title, fontsize=9)
+        ticks = sorted({x for points in panel.curves.values() for x in points})
+        names = [kilo(x) if isinstance(x, int) else f"{x:.3g}" for x in ticks]
+        axis.set_xticks(ticks, names, fontsize=7, rotation=45 if max(map(len, names)) > 4 else 0)
+        axis.minorticks_off()
+        if self.yscale == "log":
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+        if self.against_one:
+            _mark_one(axis)
 
 
-def draw(result: dict[str, Any], path: Path) -> bool:
-    """Draw the figure of a result's suite; whether its rows have what it shows."""
+def _mark_one(axis: Any) -> None:
+    """A line at 1, and a band of what is slower."""
+    axis.axhline(1, color="#1a202c", linestyle="--", linewidth=1)
+    low, high = axis.get_ylim()
+    axis.set_ylim(min(low, 0.6), max(high, 1.4))
+    axis.axhspan(axis.get_ylim()[0], 1, color=SLOWER, alpha=0.07, linewidth=0)
+    words = "dashed: plain decoding; x: slower than that; dotted: T=0.8"
+    axis.text(0.99, 0.02, words, transform=axis.transAxes, ha="right", color=SLOWER, fontsize=7)
+    axis.legend(fontsize=7, frameon=False, loc="upper left")
+
+
+def draw(picture: Picture, run: Run, path: Path) -> bool:
+    """Write a picture of a run; whether the run has what it shows."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawing = FIGURES[result["suite"]]
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure = plt.figure(figsize=drawing.size, layout="constrained")
-    drawn = drawing.draw(figure, result)
+    figure = plt.figure(layout="constrained")
+    drawn = picture.draw(figure, run)
     if drawn:
         figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
     return drawn
 
 
-def _gamma(figure: Any, result: dict[str, Any]) -> bool:
+def _grid(
+    rows: Iterable[Row],
+    xlabel: str,
+    *,
+    title: Callable[[Row], str],
+    x: Callable[[Row], float],
+    y: Callable[[Row], float | None],
+) -> list[list[Panel]]:
+    """A row of panels, one for each title, with a curve for each name that has two points."""
+    panels: dict[str, Curves] = {}
+    for row in rows:
+        if (value := y(row)) is not None:
+            panels.setdefault(title(row), {}).setdefault(row["name"], {})[x(row)] = value
+    long = {
+        words: {name: dict(sorted(x.items())) for name, x in curves.items() if len(x) > 1}
+        for words, curves in panels.items()
+    }
+    return [[Panel(words, xlabel, curves) for words, curves in long.items() if curves]]
+
+
+def _of_gamma(run: Run) -> list[list[Panel]]:
     """Latency against gamma at B=32, a panel an alpha."""
-    gammas = values(result, "verify_greedy", "gamma")
-    alphas = values(result, "verify_greedy", "alpha")
-    return _panels(
-        figure,
-        [
-            (f"B=32, alpha={alpha}", _series(result, "gamma", gammas, B=32, alpha=alpha))
-            for alpha in alphas
-        ],
+    rows = (row for row in run.rows if row["operation"] == "verify_greedy" and best_clock(row))
+    return _grid(
+        sorted((row for row in rows if row["case"]["B"] == 32), key=lambda x: x["case"]["alpha"]),
         "gamma",
-        f"{_clock(result)} time, us",
-        scales=("log", "log"),
+        title=lambda row: f"B=32, alpha={row['case']['alpha']}",
+        x=lambda row: row["case"]["gamma"],
+        y=microseconds,
     )
 
 
-def _context(figure: Any, result: dict[str, Any]) -> bool:
+def _of_context(run: Run) -> list[list[Panel]]:
     """Share of the read ceiling against the context: a cache of four rows and one token."""
-    at = {"B": 4, "heads": "32/8", "H": 128, "T": 1, "lengths": "full"}
-    lines = {
-        name: [(slots / 1024, share) for slots, share in line]
-        for name, line in _shares(result, "S", at).items()
-    }
-    panels = [("B=4, 32/8 heads of 128, T=1", lines)]
-    return _panels(figure, panels, "slots, K", "share of the read ceiling", scales=LOG_X)
+    at = {"B": 4, "heads": "32/8", "H": 128, "T": 1, "lengths": "full"}.items()
+    rows = (x for x in run.rows if x["operation"] == "attention" and at <= x["case"].items())
+    return _grid(
+        rows,
+        "slots",
+        title=lambda row: "B=4, 32/8 heads of 128, T=1",
+        x=lambda row: row["case"]["S"],
+        y=lambda row: table.share(run.result, row),
+    )
 
 
-def _shares(result: dict[str, Any], key: str, at: dict[str, Any]) -> Lines:
-    """Each name's share of the read ceiling against ``key``, of names with two points or more."""
-    lines: Lines = {}
-    for x in values(result, "attention", key):
-        for name, row in pick(result, "attention", **{key: x}, **at).items():
-            share = table.share(result, row)
-            lines.setdefault(name, []).extend([] if share is None else [(x, share)])
-    return {name: line for name, line in lines.items() if len(line) > 1}
-
-
-def _budget(figure: Any, result: dict[str, Any]) -> bool:
+def _of_budget(run: Run) -> list[list[Panel]]:
     """Score against budget, of exact top-k and of what reads as few bytes as hashes."""
-    panels = []
-    scored = [x for x in result["rows"] if "score" in x and x["case"].get("kind") != "draft"]
-    for length in sorted({row["case"]["S"] for row in scored}):
-        lines: Lines = {}
-        for row in scored:
-            case, name = row["case"], row["name"]
-            is_shown = name in EQUAL_BYTES
-            if is_shown and case["S"] == length:
-                lines.setdefault(name, []).append((100 * case["budget"], row["score"]))
-        panels.append((f"{length / 1024:g}K tokens", {n: sorted(x) for n, x in lines.items()}))
-    return _panels(figure, panels, "budget, % of the context", "score, %", scales=LOG_X)
+    rows = (x for x in run.rows if "score" in x and x["operation"] == "read")
+    return _grid(
+        sorted((x for x in rows if x["name"] in EQUAL_BYTES), key=lambda x: x["case"]["S"]),
+        "budget, % of the context",
+        title=lambda row: f"{kilo(row['case']['S'])} tokens",
+        x=lambda row: 100 * row["case"]["budget"],
+        y=lambda row: row["score"],
+    )
 
 
-def _sources(figure: Any, result: dict[str, Any]) -> bool:
-    """Tokens a second of each case, a bar a draft source."""
-    rows = [row for row in result["rows"] if row["checked"]]
-    cases = list(dict.fromkeys((r["batch"], r["context"]) for r in rows))
-    if not cases:
-        return False
-    axes = figure.subplots(1, len(cases), squeeze=False)[0]
-    for axis, case in zip(axes, cases, strict=True):
-        by_source = {r["source"]: r for r in rows if (r["batch"], r["context"]) == case}
-        speeds = [r["decode_tokens_per_s"] for r in by_source.values()]
-        colours = ["#9aa5b1", "#2b6cb0", "#38a169"][: len(by_source)]
-        bars = axis.bar(list(by_source), speeds, color=colours)
-        axis.bar_label(bars, [f"{r['speedup']:.2f}x" for r in by_source.values()], fontsize=8)
-        axis.tick_params(axis="x", labelsize=8)
-        axis.set_title(f"batch {case[0]}, context {case[1]}", fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.margins(y=0.12)
-    axes[0].set_ylabel("tokens / s")
-    return True
+def _of_batch(run: Run) -> list[list[Panel]]:
+    """Tokens a second against rows, a panel a context."""
+    return _grid(
+        (row for row in run.rows if row["operation"] == "generate" and row["checked"]),
+        "rows",
+        title=lambda row: f"{kilo(row['case']['S'])} tokens of context",
+        x=lambda row: row["case"]["B"],
+        y=lambda row: row["tokens_per_s"],
+    )
 
 
-def _series(result: dict[str, Any], key: str, xs: list[Any], **at: Any) -> Lines:
-    """Each name's medians against ``key``, where the rest of the case is ``at``."""
-    operation = "verify_greedy"
-    lines: Lines = {}
-    for name in names(result, operation):
-        points = [(x, median(pick(result, operation, **{key: x}, **at), name)) for x in xs]
-        line = [(x, y) for x, y in points if y is not None]
-        if line:
-            lines[name] = line
-    return lines
+def _of_models(run: Run) -> list[list[Panel]]:
+    """Of each model vegas against rows, a curve a context, and drafters against context."""
+    every = [cell for pair in pairs(run.result) for cell in pair.cells if cell.ranked]
+    grid = []
+    for model in dict.fromkeys(cell.model for cell in every):
+        of_model = [cell for cell in every if cell.model == model]
+        rows = max(cell.case["B"] for cell in of_model)
+        largest = [cell for cell in of_model if cell.case["B"] == rows]
+        contexts = sorted({cell.case["S"] for cell in of_model})
+        against_rows: Curves = {}
+        for context in contexts:
+            of_context = [cell for cell in of_model if cell.case["S"] == context]
+            against_rows |= _speeds(of_context, VEGAS, f"{kilo(context)} tokens", "B")
+        names = dict.fromkeys([VEGAS, *(name for cell in largest for name in cell.drafters)])
+        curves: Curves = {}
+        for name in names:
+            curves |= _speeds(largest, name, name, "S")
+        longest = max(map(len, curves.values()), default=0)
+        shown = {name: points for name, points in curves.items() if len(points) > 1 or longest == 1}
+        title = f"{run.card}, {model}"
+        grid.append(
+            [
+                Panel(f"{title}: {VEGAS}", "rows", against_rows),
+                Panel(f"{title}: {rows_of(largest[0].case)}", "context, tokens", shown),
+            ]
+        )
+    return grid
 
 
-def _panels(
-    figure: Any,
-    panels: list[tuple[str, Lines]],
-    xlabel: str,
-    ylabel: str,
-    *,
-    scales: tuple[str, str] = ("linear", "linear"),
-) -> bool:
-    """Draw the panels that have lines, with one scale of y; whether there was any."""
-    from matplotlib.ticker import LogLocator
-
-    panels = [(title, {n: line for n, line in lines.items() if line}) for title, lines in panels]
-    panels = [(title, lines) for title, lines in panels if lines]
-    if not panels:
-        return False
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axis, (title, lines) in zip(axes, panels, strict=True):
-        for name, line in lines.items():
-            xs, ys = zip(*line, strict=True)
-            axis.plot(xs, ys, marker=".", color=COLOURS.get(name, "#a0aec0"), label=name)
-        axis.set(title=title, xlabel=xlabel, xscale=scales[0], yscale=scales[1])
-        ticks = sorted({x for line in lines.values() for x, _ in line})
-        labels = [f"{tick:.6g}" if tick >= 1000 else f"{tick:.3g}" for tick in ticks]
-        slant = 45 if max(map(len, labels)) > 4 else 0
-        axis.set_xticks(ticks, labels, fontsize=7, rotation=slant)
-        axis.minorticks_off()
-        if scales[1] == "log":
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:g}")
-        axis.title.set_fontsize(9)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel(ylabel)
-    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    return True
+def _speeds(every: Sequence[Cell], name: str, label: str, key: str) -> Curves:
+    """Speeds of a drafter over plain decoding, greedy and at T=0.8."""
+    curves: Curves = {}
+    for cell in sorted(every, key=lambda cell: cell.case[key]):
+        speed = cell.speed(cell.drafters[name]) if name in cell.drafters else None
+        if speed is not None:
+            ending = "" if cell.case["sampling"] == "greedy" else DOTTED
+            curves.setdefault(label + ending, {})[cell.case[key]] = speed
+    return dict(sorted(curves.items()))
 
 
-def _clock(result: dict[str, Any]) -> str:
-    """The clock that figures of this result show."""
-    rows = [row for row in result["rows"] if best_clock(row) is not None]
-    return "device" if any(spread(row, "device") for row in rows) else "wall"
-
-
-FIGURES = {
-    "real": Drawing("real", real_figures.speeds, (10, 7), "speed over plain decoding"),
-    "verify": Drawing("verify-gamma", _gamma, (10, 3), "latency against draft length"),
-    "attention": Drawing("attention-context", _context, (8, 3.4), "share of the read ceiling"),
-    "quality": Drawing("ruler-budget", _budget, (8, 3.4), "score by budget"),
-    "ruler": Drawing("ruler-budget", _budget, (8, 3.4), "score by budget"),
-    "step": Drawing("step", _sources, (9, 3), "tokens a second by drafter"),
-}
+OF_MODELS = Picture(
+    *("real", "speed over plain decoding", "speed over plain decoding", _of_models, (10, 3.4)),
+    against_one=True,
+    every_card=True,
+)
+OF_GAMMA = Picture(
+    *("verify-gamma", "latency against draft length", "time, us", _of_gamma, (10, 3)),
+    yscale="log",
+    every_card=True,
+)
+SHARE = "share of the read ceiling"
+OF_CONTEXT = Picture("attention-context", SHARE, SHARE, _of_context, (8, 3.4))
+OF_BUDGET = Picture("ruler-budget", "score by budget", "score, %", _of_budget, (8, 3.4))
+OF_BATCH = Picture(
+    *("step", "tokens a second by drafter", "tokens / s", _of_batch, (9, 3)),
+    yscale="log",
+)

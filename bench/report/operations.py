@@ -9,11 +9,13 @@ from typing import Any
 
 from bench import ceilings
 from bench.point import Row, by_case
-from bench.report.glance import RIVALS
+from bench.report.markdown import Line, case_words, is_slower, microseconds, ratio
 from bench.report.runs import Run
-from bench.report.text import case_words, is_slower, merged, microseconds, ratio, table
+from bench.rivals import attention, select, verification
 from bench.table import number
 
+RIVALS = {*attention.NAMES, *attention.GATHERED, *select.NAMES, *verification.VERIFY}
+RIVALS |= {"fa3_jax", "flashinfer", "flashinfer_fa3", "cub_rows"}
 UNSAID = ("part", "lengths", "indices")
 Point = tuple[dict[str, Any], list[Row]]
 
@@ -41,45 +43,51 @@ class Cases:
         cases: parts of cases; of runs with the same one that with the fastest rival is shown.
         work: the ceiling of its bytes, if any.
         worst: whether the worst of all cases is a row where it is slower.
+        headlines: how many of the last cases are in the first table.
     """
 
     operation: str
     cases: Sequence[Mapping[str, Any]]
     work: str | None = None
     worst: bool = True
+    headlines: int = 1
 
-    def rows(self, run: Run, points: Sequence[Point]) -> Iterator[tuple[str, ...]]:
-        for case in self.cases:
+    def lines(self, run: Run, points: Sequence[Point]) -> Iterator[Line]:
+        for index, case in enumerate(self.cases):
             matching = [x for x in points if case.items() <= x[0].items()]
             if matching:
                 point = min(matching, key=lambda x: _over(x[1], is_rival) or math.inf)
                 words = case_words({k: point[0][k] for k in case}, UNSAID)
-                yield self.operation, run.card, words, *self._cells(run, point[1])
+                headline = index >= len(self.cases) - self.headlines
+                yield Line(self._cells(run, words, point[1]), headline)
         compared = [(speed, x) for x in points if (speed := _slowest(x[1])) is not None]
         if self.worst and compared:
             speed, (case, rows) = min(compared, key=lambda pair: pair[0])
             if is_slower(speed):
                 words = f"worst of {len(compared)}: {case_words(case, UNSAID)}"
-                yield self.operation, run.card, words, *self._cells(run, rows)
+                yield Line(self._cells(run, words, rows))
 
     def points(self, run: Run) -> list[Point]:
         """The cases of a run in which `implementation=None` has a time."""
-        every = by_case(run.result["rows"], self.operation)
+        every = by_case(run.rows, self.operation)
         return [(x[0]["case"], x) for x in every if any(row.get("chosen") for row in x)]
 
-    def _cells(self, run: Run, rows: Sequence[Row]) -> tuple[str, ...]:
+    def _cells(self, run: Run, case: str, rows: Sequence[Row]) -> dict[str, str]:
         chosen = _chosen(rows)
         time = microseconds(chosen)
         rate = self.work and ceilings.bandwidth(run.result["ceilings"], self.work)
         share = f"{chosen['bytes'] / time * 1e6 / rate:.0%} of {self.work}" if rate else ""
-        return number(time), share, *(self._speed_over(rows, time, other) for other in OTHERS)
+        cells = {"operation": self.operation, "card": run.card, "case": case}
+        cells |= {"us": number(time), "of ceiling": share}
+        return cells | {heading: _speed_over(rows, time, heading) for heading in OTHERS}
 
-    def _speed_over(self, rows: Sequence[Row], time: float, heading: str) -> str:
-        others = [row for row in rows if OTHERS[heading](row)]
-        if not others:
-            return ""
-        best = min(others, key=microseconds)
-        return f"{ratio(microseconds(best) / time)} ({best['name']} {number(microseconds(best))})"
+
+def _speed_over(rows: Sequence[Row], time: float, heading: str) -> str:
+    others = [row for row in rows if OTHERS[heading](row)]
+    if not others:
+        return ""
+    best = min(others, key=microseconds)
+    return f"{ratio(microseconds(best) / time)} ({best['name']} {number(microseconds(best))})"
 
 
 def _over(rows: Sequence[Row], is_other: Callable[[Row], bool]) -> float | None:
@@ -98,28 +106,30 @@ def _chosen(rows: Sequence[Row]) -> Row:
     return next(row for row in rows if row.get("chosen"))
 
 
-def operations(*every: Cases) -> Callable[[Sequence[Run]], str]:
-    """The table of these cases, of every machine."""
+def lines_of(*every: Cases) -> Callable[[Sequence[Run]], Iterator[Line]]:
+    """The lines of these cases, of every machine."""
 
-    def write(runs: Sequence[Run]) -> str:
-        rows = []
+    def lines(runs: Sequence[Run]) -> Iterator[Line]:
         for cases in every:
             for machine in dict.fromkeys(run.machine for run in runs):
                 points = [(x, cases.points(x)) for x in runs if x.machine == machine]
                 measured = [(run, of_run) for run, of_run in points if of_run]
                 if measured:
                     together = [x for _, of_run in measured for x in of_run]
-                    rows += cases.rows(measured[0][0], together)
-        headings = ("operation", "card", "case", "us", "of ceiling", *OTHERS)
-        return table(headings, merged(rows, columns=2), left=3)
+                    yield from cases.lines(measured[0][0], together)
 
-    return write
+    return lines
 
 
 VERIFY = {"B": 32, "alpha": 0.9}
-verification = operations(
+verify_lines = lines_of(
     Cases("verify_greedy", [VERIFY | {"gamma": 8}, VERIFY | {"gamma": 128}]),
-    Cases("pack", [VERIFY | {"gamma": 128, "D": 2048, "l2": "cold"}], "copy", worst=False),
+    Cases(
+        "pack",
+        [VERIFY | {"gamma": 128, "D": 2048, "l2": "cold"}],
+        *("copy", False),
+        headlines=0,
+    ),
     Cases(
         "verify_and_pack",
         [
@@ -135,7 +145,7 @@ verification = operations(
     ),
 )
 HEADS = {"heads": "32/8", "H": 128}
-attention = operations(
+attention_lines = lines_of(
     Cases(
         "attention",
         [
@@ -143,6 +153,7 @@ attention = operations(
             for b, s, t in ((8, 32768, 1), (4, 131072, 1), (4, 131072, 10))
         ],
         "read",
+        headlines=2,
     ),
     Cases("gathered_attention", [{"B": 8, "S": 131072, "n": 8192, "T": 1} | HEADS], "read"),
     Cases(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 
-from bench.report import operations, real, systems
+from bench.report import figures, operations, real, steps, systems
+from bench.report.markdown import Line, distinct
 from bench.report.runs import Run
 
 
@@ -17,65 +19,93 @@ class Question:
         title: its heading; empty for a table under the heading before.
         suites: whose results it is of.
         words: what was measured, with which model and acceptance.
-        table: writes it from the runs of its suites.
-        notes: what follows it, if anything.
-        has_picture: whether the figure of its suite stands with it.
-        every_card: whether there is a picture of each GPU, not of the first one alone.
+        lines: its rows, from the runs of its suites.
+        labels: how many columns say what a row is of.
+        headline: case, result and comparison of its lines in the first table; ``{heading}`` is a
+            cell.
+        notes: what follows the table, if anything.
+        picture: what stands above it, if anything.
     """
 
     title: str
     suites: tuple[str, ...]
     words: str
-    table: Callable[[Sequence[Run]], str]
+    lines: Callable[[Sequence[Run]], Iterator[Line]]
+    labels: int
+    headline: tuple[str, str, str] | None = None
     notes: Callable[[Sequence[Run]], str] | None = None
-    has_picture: bool = False
-    every_card: bool = False
+    picture: figures.Picture | None = None
+
+    def rows(self, runs: Sequence[Run]) -> list[Line]:
+        """The rows of the table; of runs with the same case the first stands."""
+        of_suites = [run for suite in self.suites for run in runs if run.suite == suite]
+        return distinct(self.lines(of_suites), self.labels)
+
+    def headlines(self, runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+        """Case, result and comparison of the rows that are headlines."""
+        for line in self.rows(runs):
+            if self.headline is not None and line.headline:
+                yield tuple(
+                    re.sub(r"{(.*?)}", lambda x, cells=line.cells: cells.get(x[1], ""), part)
+                    for part in self.headline
+                )
 
 
-REAL = ("real",)
+MODELS = ("real",)
+PLACE = "{model}, B={B}, {context} tokens"
 QUESTIONS = (
     Question(
         "Real models, acceptance measured",
-        REAL,
+        MODELS,
         "Real weights in bfloat16, real texts, **acceptance measured**. *plain tok/s*: in brackets "
         "over plain decoding at its byte floor; *vs plain*: while all rows decode; *batch*: until "
         "the slowest row ends. Greedy, then at T=0.8, answers of the fewest tokens measured; a "
         "speed below 1 is called slower.",
         real.speeds,
-        has_picture=True,
-        every_card=True,
+        4,
+        (
+            "{model}, B={rows}, {context} tokens, vegas, acceptance measured",
+            "{vs plain}, T=0.8: {vs plain, T=0.8}",
+            "plain decoding, tokens/s: {plain tok/s}; until the slowest row ends: {batch}, T=0.8: "
+            "{batch, T=0.8}; the fastest drafter: {fastest}",
+        ),
+        picture=figures.OF_MODELS,
     ),
     Question(
         "Every drafter at the largest batch",
-        REAL,
-        "Acceptance measured, greedy unless it says T=0.8; tokens/step of answers that do not "
-        "repeat themselves (in brackets: of all, where those are none).",
+        MODELS,
+        "Acceptance measured: tokens/step, greedy, of answers that do not repeat themselves (in "
+        "brackets: of all, where those are none); speed over plain decoding, greedy and at T=0.8.",
         real.drafters,
-        real.not_timed,
+        1,
+        notes=real.not_timed,
     ),
     Question(
         "How often vegas is accepted",
-        REAL,
+        MODELS,
         "Of the largest batch: tokens per verification step with the standard error over rows, and "
         "the percentage of the steps with so many draft tokens in which the first, second, ... was "
         "accepted.",
         real.acceptance,
+        2,
     ),
     Question(
         "Exact mode and other libraries",
-        REAL,
+        MODELS,
         "Greedy, the same prompts and weights, over jspec's plain decoding without exact mode. "
         "`exact=True` computes a token by the same bits in every pass: *same answers* are plain "
         "decoding's, token for token.",
         real.decoders,
+        5,
     ),
     Question(
         "What limits a step",
-        REAL,
+        MODELS,
         "Greedy, by a profile, the largest and the slowest cell. A step divides into the time to "
         "read its *bytes* at the ceiling, what its *kernels* take above that, and *gaps*; *plain "
         "steps*: its time in steps of plain decoding, slower where above tokens/step.",
         real.limited,
+        4,
     ),
     Question(
         "Verification and packing",
@@ -83,9 +113,10 @@ QUESTIONS = (
         "What `implementation=None` takes, median device time, against PyTorch, FlashInfer, pairs "
         "of kernels in two steps and jspec's other kernels. Lengths from Binomial(gamma, alpha), "
         "vocabulary 4096; bfloat16; verify_stochastic: gamma 5, L2 cold. No model.",
-        operations.verification,
-        has_picture=True,
-        every_card=True,
+        operations.verify_lines,
+        3,
+        ("{operation}, {case}", "{us} us", "{over the best rival}"),
+        picture=figures.OF_GAMMA,
     ),
     Question(
         "Attention over a cache, and selection",
@@ -93,8 +124,10 @@ QUESTIONS = (
         "bfloat16, device time, L2 cold, against cuDNN, FlashAttention-3 (the best of four numbers "
         "of splits), FlashInfer, PyTorch and CUB, and jspec's other kernels. gathered_attention "
         "reads n of S slots in place; select finds the k highest of n scores. No model.",
-        operations.attention,
-        has_picture=True,
+        operations.attention_lines,
+        3,
+        ("{operation}, {case}", "{us} us", "{of ceiling} ceiling; {over the best rival}"),
+        picture=figures.OF_CONTEXT,
     ),
     Question(
         "A layer and a step of each policy",
@@ -102,24 +135,38 @@ QUESTIONS = (
         "Random weights, 1.56 % of the context selected (n of S slots), over the fastest dense "
         "attention or the dense step. A layer: all between its projections, the policy's work "
         "included; a step: all layers, two of them dense.",
-        systems.policies,
+        steps.policies,
+        2,
+        ("{case}, hata", "{hata}", "{hata, speed} over dense, {dense}"),
     ),
     Question(
         "A cache in host memory",
-        ("hata", "hata-off"),
+        ("decode", "hata-off"),
         "hata with keys and values in host memory (`hata_off`), one row, 1.56 % of the context "
         "read, random weights, over dense decoding with the cache on the GPU. *moved*: rows over "
         "the bus, of those that are read; *bus*: fetching them alone.",
-        systems.in_host_memory,
+        steps.in_host_memory,
+        3,
+        (
+            "{model}, {context} tokens, hata_off",
+            "{step ms} ms a step",
+            "{speed over dense} over dense decoding with the cache on the device",
+        ),
     ),
     Question(
         "Quality of policies",
         ("quality", "ruler"),
         "Percent right on RULER's six kinds of questions, the bundled model reading a share of the "
-        "context; *bytes*: of a key, read to score it; *accepted length*: as a drafter, gamma 4, "
-        "measured. Policies with -16 read 16 bytes, as hata does.",
+        "context, or all of it (`dense`); *bytes*: read to score a key; *accepted length*: as a "
+        "drafter, gamma 4, measured. Policies with -16 read 16 bytes, as hata does.",
         systems.quality,
-        has_picture=True,
+        3,
+        (
+            "{context} tokens, {read} of them read, hata",
+            "{hata} % right",
+            "reading all {dense}, the exact top k {exact_topk}, Quest {quest}",
+        ),
+        picture=figures.OF_BUDGET,
     ),
     Question(
         "Accepted lengths of drafters",
@@ -128,6 +175,7 @@ QUESTIONS = (
         "of the context; *over Vegas*: above Vegas as published, "
         "the mean of the same texts and its standard error.",
         systems.accepted,
+        2,
     ),
     Question(
         "A decoding step at real models' shapes",
@@ -135,14 +183,21 @@ QUESTIONS = (
         "Random weights in bfloat16 or mxfp4, a pass of T tokens: milliseconds, and how many times "
         "the time to read its bytes at the read ceiling. The largest case of each model, and the "
         "worst of all.",
-        systems.steps,
+        steps.passes,
+        4,
+        (
+            f"{PLACE}, T=10",
+            "{T=10, over its floor}",
+            "times the time to read its bytes at the ceiling",
+        ),
     ),
     Question(
         "An iteration and its parts",
         ("decode", "vegas-breakdown", "families"),
         "Random weights; milliseconds of a draft of gamma tokens and its verification, of the "
         "two parts, and of a plain step. *selecting adds*: to the rest of the iteration.",
-        systems.iterations,
+        steps.iterations,
+        5,
     ),
     Question(
         "Throughput with imposed acceptance",
@@ -150,7 +205,13 @@ QUESTIONS = (
         "Real models' shapes with random weights: the time of an iteration is measured, **the "
         "tokens that it commits are imposed**, by the acceptance that Yue et al. 2026 state for "
         "LongBench-v2. No answer was read.",
-        systems.imposed,
+        steps.imposed,
+        5,
+        (
+            f"{PLACE}, {{draft}}, gamma={{gamma}}",
+            "{tok/s} tokens/s",
+            "{vs plain} over plain decoding; imposed acceptance (the paper's)",
+        ),
     ),
     Question(
         "Serving",
@@ -159,25 +220,36 @@ QUESTIONS = (
         " all requests there at once (median / 90th percentile; *of steps*: over the rate of the "
         "steps alone); *generate*: a whole batch on source code, which suits n-grams.",
         systems.served,
-        has_picture=True,
+        4,
+        (
+            "bundled model, {mix}, B={rows}, {drafter}",
+            "{tok/s} tokens/s",
+            "{vs no drafts} over no drafts",
+        ),
+        picture=figures.OF_BATCH,
     ),
     Question(
         "Helix on two GPUs",
         ("helix", "collectives"),
         "Microseconds of a message in a jitted loop, NCCL's unless it says pallas or cuda.",
         systems.collectives,
+        3,
     ),
     Question(
         "",
         ("helix", "helix-attention"),
         "A layer's attention with its exchange, over one device that has all of the cache.",
         systems.shared_attention,
+        4,
+        ("{shape}, B={B}, S={S}, KVP=2", "{Helix}", "one device {one device}"),
     ),
     Question(
         "",
         ("helix", "helix-step"),
         "Whole steps, random weights, gamma 5; Helix (KVP=2) over tensor parallelism, *by heads*.",
         systems.shared_steps,
+        4,
+        ("{shape}, B={B}, S={S}, KVP=2", "{Helix}", "tensor parallel {by heads}"),
     ),
     Question(
         "Exactness",
@@ -185,5 +257,11 @@ QUESTIONS = (
         "Greedy tokens in bfloat16 against exact plain decoding ([what exact is](exact.md)). "
         "*margin*: how far apart the two highest logits of a flip are, median and largest.",
         systems.flips,
+        3,
+        (
+            "{model}, exact=True, {settings} settings of drafter, gamma and batch",
+            "{flips} flips",
+            "in {tokens} greedy tokens, against plain decoding",
+        ),
     ),
 )

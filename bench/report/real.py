@@ -2,245 +2,204 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from bench.cases import kilo
 from bench.drafters import ALL, PLAIN
 from bench.real.figures import (
     Row,
     batch_rate,
+    committed_per_step,
     floor_rate,
     limits,
     plain_of,
     steady_rate,
     step_ms,
 )
-from bench.report.real_cells import MORE, USUAL_SAMPLING, VEGAS, Cell, cells, highlights
-from bench.report.real_text import per_step, rate_of, rows_of, sampling_of
+from bench.real.tables import with_error
+from bench.report.markdown import Line, ratio
+from bench.report.real_cells import MORE, VEGAS, Cell, cells, headlines, pairs
 from bench.report.runs import Run
-from bench.report.text import merged, ratio, table
 
 DECODERS = {
     PLAIN: "jspec",
     "transformers": "transformers `generate`",
     "torch_graph": "torch, FlashAttention-3, CUDA graph",
 }
-AT = ("card", "model", "rows", "context")
-Line = tuple[str, ...]
+SAMPLED = {"greedy": "greedy", "t0.8": "T=0.8", "paper": "T=0.6, top-p 0.95, top-k 20"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """What real models show on a machine."""
-
-    run: Run
-
-    @cached_property
-    def cells(self) -> list[Cell]:
-        return cells(self.run.result)
-
-    def at(self, cell: Cell) -> Line:
-        """The columns `AT`."""
-        return self.run.card, cell.model, str(cell.case["B"]), kilo(cell.case["S"])
-
-    def shortest(self, model: str) -> int:
-        """The fewest new tokens of an answer that a model was asked for."""
-        return min(cell.case["new"] for cell in self.cells if cell.model == model)
-
-    def pairs(self) -> Iterator[tuple[Cell | None, ...]]:
-        """Cells that differ in sampling alone, a place for each of `USUAL_SAMPLING`."""
-        by_case: dict[tuple[str, ...], dict[str, Cell]] = {}
-        for cell in self.cells:
-            if not cell.exact and cell.plain is not None:
-                at = tuple(f"{k}={x}" for k, x in cell.case.items() if k not in DIFFERING)
-                by_case.setdefault(at, {})[cell.case["sampling"]] = cell
-        for of_case in by_case.values():
-            if any(sampling in of_case for sampling in USUAL_SAMPLING):
-                yield tuple(of_case.get(sampling) for sampling in USUAL_SAMPLING)
+def labels(card: str, case: Row) -> dict[str, str]:
+    """A cell as cells of a table."""
+    rows, context = str(case["B"]), kilo(case["S"])
+    return {"card": card, "model": case["model"], "rows": rows, "context": context}
 
 
-DIFFERING = ("sampling", "drafts")
+def rows_of(case: Row) -> str:
+    return f"{case['B']} row" + ("s" if case["B"] > 1 else "")
 
 
-def lines(result: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """For the table at a glance: the largest and the slowest cells of each model."""
-    for cell, row in highlights(cells(result)):
-        rows, context = rows_of(cell.case), kilo(cell.case["S"])
-        words = f"{cell.model}, {rows}, {context} tokens, {sampling_of(cell.case)}, {row['name']}"
-        steady = ratio(cell.speed(row), " plain decoding")
-        batch = ratio(cell.speed(row, batch_rate), " until the slowest row ends")
-        yield words, f"{rate_of(row)} tokens/s", f"{steady}; {batch}; acceptance measured"
+def per_step(row: Row, *, error: bool = False) -> str:
+    """Tokens per step of answers that do not repeat themselves, in brackets of all where those
+    are none; with the standard ``error``."""
+    mean, every = (committed_per_step(row, repetitive=x) for x in (False, True))
+    if mean is not None:
+        return with_error(mean) if error else f"{mean.mean:.2f}"
+    return "" if every is None else f"({every.mean:.2f})"
 
 
-# The fastest drafter and vegas
+def speeds(runs: Sequence[Run]) -> Iterator[Line]:
+    """The fastest drafter and vegas, greedy and at T=0.8."""
+    for run in runs:
+        every = pairs(run.result)
+        shown_first = headlines(every)
+        for pair in every:
+            plain = pair.cells[0].plain
+            assert plain is not None
+            rate = steady_rate(plain)
+            floor = "" if rate is None else f" ({rate / floor_rate(plain):.2f})"
+            line = labels(run.card, pair.case) | {"plain tok/s": f"{_rate(plain)}{floor}"}
+            for cell, word in ((pair.greedy, ""), (pair.sampled, ", T=0.8")):
+                line |= {f"{heading}{word}": x for heading, x in _speeds(cell).items()}
+            yield Line(line, headline=pair in shown_first)
 
 
-def speeds(runs: Sequence[Run]) -> str:
-    rows: list[Line] = []
-    for card in map(Card, runs):
-        for pair in card.pairs():
-            cell = next(cell for cell in pair if cell is not None)
-            if cell.plain is None or cell.case["new"] > card.shortest(cell.model):
-                continue
-            at = (*card.at(cell), f"{rate_of(cell.plain)} ({_of_floor(cell.plain)})")
-            rows.append((*at, *(x for sampled in pair for x in _speeds(sampled))))
-    both = [
-        f"{sampling}{word}"
-        for sampling in ("", "T=0.8: ")
-        for word in ("fastest", "vegas, tokens/step", "vs plain", "batch")
-    ]
-    return table((*AT, "plain tok/s", *both), merged(rows, columns=4), left=4)
-
-
-def _speeds(cell: Cell | None) -> Line:
+def _speeds(cell: Cell | None) -> dict[str, str]:
+    headings: list[str] = ["fastest", "vegas, tokens/step", "vs plain", "batch"]
+    line = dict.fromkeys(headings, "")
     if cell is None:
-        return ("",) * 4
-    first = cell.ranked[0] if cell.ranked else None
-    fastest = "" if first is None else f"{first['name']} {ratio(cell.speed(first))}"
+        return line
+    for first in cell.ranked[:1]:
+        line["fastest"] = f"{first['name']} {ratio(cell.speed(first))}"
     row = cell.drafters.get(VEGAS)
     if row is None:
-        return fastest, "not timed" if VEGAS in cell.not_timed else "", "", ""
+        return line | ({"vegas, tokens/step": "not timed"} if VEGAS in cell.not_timed else {})
     steady, batch = (ratio(cell.speed(row, rate)) for rate in (steady_rate, batch_rate))
-    return fastest, per_step(row), steady, batch
+    return line | {"vegas, tokens/step": per_step(row), "vs plain": steady, "batch": batch}
 
 
-def _of_floor(row: Row) -> str:
+def _rate(row: Row) -> str:
+    """Steady tokens per second."""
     rate = steady_rate(row)
-    return "" if rate is None else f"{rate / floor_rate(row):.2f}"
+    return "" if rate is None else f"{rate:,.0f}"
 
 
-# Every drafter, where all of them ran
-
-
-def drafters(runs: Sequence[Run]) -> str:
+def drafters(runs: Sequence[Run]) -> Iterator[Line]:
     """A line a drafter, for each case with more drafters than everywhere, the fastest first."""
-    columns: list[tuple[str, dict[str, str]]] = []
-    for card in map(Card, runs):
-        for pair in card.pairs():
-            every = [cell for cell in pair if cell is not None]
-            if not any(name in cell.drafters for cell in every for name in MORE):
+    lines: dict[str, dict[str, str]] = {}
+    for run in runs:
+        for pair in pairs(run.result):
+            if not any(name in cell.drafters for cell in pair.cells for name in MORE):
                 continue
-            at = f"{card.run.card}, {every[0].model}, {rows_of(every[0].case)} of "
-            at += kilo(every[0].case["S"])
-            greedy, _ = pair
-            columns.append((f"{at}: tokens/step", _column(greedy, lambda _, row: per_step(row))))
-            columns += [(word, _column(x, _speed)) for word, x in zip(WORDS, pair, strict=True)]
-    names = list(dict.fromkeys(name for _, column in columns[1:2] for name in column))
-    names += [name for name in ALL if any(name in x for _, x in columns) and name not in names]
-    rows = [(name, *(column.get(name, "") for _, column in columns)) for name in names]
-    return table(("drafter", *(heading for heading, _ in columns)), rows) if columns else ""
+            at = labels(run.card, pair.case)
+            heading = f"{at['card']}, {at['model']}, {rows_of(pair.case)} of {at['context']}"
+            ranked = [row["name"] for cell in pair.cells[:1] for row in cell.ranked]
+            for name in dict.fromkeys([*ranked, *ALL]):
+                known = [cell for cell in pair.cells if name in {**cell.drafters, **cell.not_timed}]
+                if known and name != PLAIN:
+                    words = [_drafter(cell, name) for cell in known]
+                    lines.setdefault(name, {})[heading] = "; ".join(words)
+    for name, line in lines.items():
+        yield Line({"drafter": name} | line)
 
 
-WORDS = ("vs plain", "T=0.8: vs plain")  # of a column of each of `USUAL_SAMPLING`
+def _drafter(cell: Cell, name: str) -> str:
+    if name not in cell.drafters:
+        return "not timed"
+    row, is_greedy = cell.drafters[name], cell.case["sampling"] == "greedy"
+    return (f"{per_step(row)}; " if is_greedy else "T=0.8 ") + ratio(cell.speed(row))
 
 
-def _column(cell: Cell | None, words: Callable[[Cell, Row], str]) -> dict[str, str]:
-    """``words`` of each drafter, the fastest first."""
-    if cell is None:
-        return {}
-    ranked = {row["name"]: row for row in cell.ranked}
-    rows = ranked | {name: row for name, row in cell.drafters.items() if name not in ranked}
-    result = {name: words(cell, row) for name, row in rows.items()}
-    return result | {name: "not timed" for name in cell.not_timed if name in ALL}
+def not_timed(runs: Sequence[Run]) -> str:
+    """What has no times, and why, each reason once."""
+    places: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for cell in cells(run.result):
+            at = ", ".join(labels(run.card, cell.case).values())
+            for name, reason in cell.not_timed.items():
+                place = f"{name} ({at}, {SAMPLED[cell.case['sampling']]})"
+                places.setdefault(reason, {})[place] = None
+    reasons = [f"{', '.join(names)}: {reason}" for reason, names in places.items()]
+    return f"Not timed: {'; '.join(reasons)}." if reasons else ""
 
 
-def _speed(cell: Cell, row: Row) -> str:
-    return ratio(cell.speed(row))
-
-
-# Acceptance of vegas
-
-
-def acceptance(runs: Sequence[Run]) -> str:
+def acceptance(runs: Sequence[Run]) -> Iterator[Line]:
     """By position of the draft and by context, of the largest batch that has vegas."""
-    rows: dict[tuple[str, str, int], dict[str, Line]] = {}
-    cards = dict.fromkeys(run.card for run in runs)
-    for card in map(Card, runs):
-        for pair in card.pairs():  # by rows, so that the last one is of the largest batch
-            greedy, sampled = pair
-            cell = greedy or sampled
-            if cell is not None and cell.case["new"] == card.shortest(cell.model):
-                by_card = rows.setdefault((cell.model, kilo(cell.case["S"]), cell.case["S"]), {})
-                by_card[card.run.card] = (_by_position(greedy), _by_position(sampled))
-    headings = [f"{card}, {word}" for card in cards for word in ("greedy", "T=0.8")]
-    lines = [
-        (model, context, *(x for card in cards for x in by_card.get(card, ("", ""))))
-        for (model, context, _), by_card in sorted(rows.items(), key=lambda row: row[0][::2])
-    ]
-    return table(("model", "context", *headings), merged(lines, columns=1))
+    rows: dict[tuple[str, int], dict[str, str]] = {}
+    for run in runs:
+        for pair in pairs(run.result):  # by rows, so that the last one is of the largest batch
+            for cell in pair.cells:
+                row = cell.drafters.get(VEGAS)
+                if row is not None:
+                    heading = f"{run.card}, {SAMPLED[cell.case['sampling']]}"
+                    at = rows.setdefault((cell.model, cell.case["S"]), {})
+                    at[heading] = _by_position(row)
+    for (model, context), line in sorted(rows.items()):
+        yield Line({"model": model, "context": kilo(context)} | line)
 
 
-def _by_position(cell: Cell | None) -> str:
-    row = None if cell is None else cell.drafters.get(VEGAS)
-    if row is None:
-        return ""
-    pairs = zip(row["accepted_at"], row["attempts_at"], strict=True)
-    shares = [f"{100 * accepted / attempts:.0f}" for accepted, attempts in pairs if attempts]
+def _by_position(row: Row) -> str:
+    counts = zip(row["accepted_at"], row["attempts_at"], strict=True)
+    shares = [f"{100 * accepted / attempts:.0f}" for accepted, attempts in counts if attempts]
     return f"{per_step(row, error=True)}: {' '.join(shares)}"
 
 
-# Exact mode and other libraries
-
-
-def decoders(runs: Sequence[Run]) -> str:
+def decoders(runs: Sequence[Run]) -> Iterator[Line]:
     """Greedy decoding in exact mode and by other libraries, over jspec's plain decoding."""
-    rows: list[Line] = []
-    for card in map(Card, runs):
-        for cell in card.cells:
+    for run in runs:
+        every = cells(run.result)
+        for cell in every:
+            at = labels(run.card, cell.case)
             case = cell.case | {"exact": "no", "drafts": ""}
-            usual = next((x for x in card.cells if x.case | {"drafts": ""} == case), None)
+            usual = next((x for x in every if x.case | {"drafts": ""} == case), None)
             if cell.exact and usual is not None and usual.plain is not None:
                 for row in (cell.plain, cell.drafters.get(VEGAS)):
-                    rows += [] if row is None else [(*card.at(cell), *_exact(row, usual))]
+                    if row is not None:
+                        yield Line(at | _exact(row, usual))
             for row in cell.rivals.values():
-                step = (rate_of(row), ratio(cell.speed(row)), _same(row), "")
-                rows.append((*card.at(cell), DECODERS[row["name"]], *step))
-    headings = ("decoder", "tok/s", "vs jspec", "same answers", "vegas without exact")
-    return table((*AT, *headings), merged(rows, columns=4), left=5)
+                speed = {"tok/s": _rate(row), "vs jspec": ratio(cell.speed(row))}
+                same = {"same answers": _same(row), "vegas without exact": ""}
+                yield Line(at | {"decoder": DECODERS[row["name"]]} | speed | same)
 
 
-def _exact(row: Row, usual: Cell) -> Line:
+def _exact(row: Row, usual: Cell) -> dict[str, str]:
     """Plain decoding and vegas with ``exact=True``, over plain decoding without it."""
     assert usual.plain is not None
     plain, rate = steady_rate(usual.plain), steady_rate(row)
-    other = usual.drafters.get(row["name"])
-    is_plain = row["name"] == PLAIN
-    return (
-        "jspec, exact" + ("" if is_plain else f", {row['name']}"),
-        rate_of(row),
-        "" if plain is None or rate is None else ratio(rate / plain),
-        "" if is_plain else _same(row),
-        "" if other is None else _same(other),
-    )
+    other, is_plain = usual.drafters.get(row["name"]), row["name"] == PLAIN
+    return {
+        "decoder": "jspec, exact" + ("" if is_plain else f", {row['name']}"),
+        "tok/s": _rate(row),
+        "vs jspec": "" if plain is None or rate is None else ratio(rate / plain),
+        "same answers": "" if is_plain else _same(row),
+        "vegas without exact": "" if other is None else _same(other),
+    }
 
 
 def _same(row: Row) -> str:
     return f"{row['identical_rows']}/{row['rows']}"
 
 
-# What limits a step
-
-
-def limited(runs: Sequence[Run]) -> str:
+def limited(runs: Sequence[Run]) -> Iterator[Line]:
     """Where the time of greedy steps of plain decoding and of vegas goes, of the largest and the
     slowest cell of each model."""
-    rows: list[Line] = []
-    for card in map(Card, runs):
-        greedy = [cell for cell in card.cells if cell.case["sampling"] == "greedy"]
-        for cell, _ in highlights(greedy):
-            vegas = cell.drafters.get(VEGAS)
-            if cell.plain and vegas:
-                mine, theirs = step_ms(vegas), plain_of(vegas, cell.rows)
-                plain = None if theirs is None else step_ms(theirs)
-                steps = "" if mine is None or plain is None else f"{mine / plain:.2f}"
-                cells = (per_step(vegas), steps, ratio(cell.speed(vegas)))
-                rows.append((*card.at(cell), _spent(cell.plain), _spent(vegas), *cells))
-    headings = ("plain: bytes, kernels, gaps", "vegas: bytes, kernels, gaps; longest part")
-    more = ("tokens/step", "plain steps", "vs plain")
-    return table((*AT, *headings, *more), merged(rows, columns=2), left=2)
+    for run in runs:
+        for pair in headlines(pairs(run.result)):
+            cell = pair.greedy
+            vegas = None if cell is None else cell.drafters.get(VEGAS)
+            if cell is None or cell.plain is None or vegas is None:
+                continue
+            plain_row, time = plain_of(vegas, cell.rows), step_ms(vegas)
+            plain_time = None if plain_row is None else step_ms(plain_row)
+            cost = "" if time is None or plain_time is None else f"{time / plain_time:.2f}"
+            line = {
+                "plain: bytes, kernels, gaps": _spent(cell.plain),
+                "vegas: bytes, kernels, gaps; longest part": _spent(vegas),
+                "tokens/step": per_step(vegas),
+                "plain steps": cost,
+                "vs plain": ratio(cell.speed(vegas)),
+            }
+            yield Line(labels(run.card, cell.case) | line)
 
 
 def _spent(row: Row) -> str:
@@ -251,15 +210,3 @@ def _spent(row: Row) -> str:
     words = ", ".join(f"{part:.0%}" for part in parts)
     longest = f"; {shares.part} {shares.part_time:.0%}"
     return words if row["name"] == PLAIN else words + longest
-
-
-def not_timed(runs: Sequence[Run]) -> str:
-    """What has no times, and why, each reason once."""
-    places: dict[str, dict[str, None]] = {}
-    for card in map(Card, runs):
-        for cell in card.cells:
-            for name, reason in cell.not_timed.items():
-                place = f"{name} ({', '.join(card.at(cell))}, {sampling_of(cell.case)})"
-                places.setdefault(reason, {})[place] = None
-    cells = [f"{', '.join(names)}: {reason}" for reason, names in places.items()]
-    return f"Not timed: {'; '.join(cells)}." if cells else ""

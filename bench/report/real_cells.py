@@ -15,7 +15,7 @@ from bench.real.rivals import NAMES as RIVALS
 VEGAS = "vegas"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cell:
     """One case with every drafter.
 
@@ -134,39 +134,59 @@ def cells(result: dict[str, Any]) -> list[Cell]:
     return sorted((Cell(rows[0]["case"], rows) for rows in by_case.values()), key=place)
 
 
-def highlights(every: Sequence[Cell]) -> list[tuple[Cell, Row]]:
-    """Of each model: the largest cell, greedy and sampled, and where drafting is slowest.
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Cells that differ in sampling alone; None where there is none with plain decoding."""
 
-    The drafter is vegas, or the fastest where a cell has no times of vegas.
-    """
-    result = []
-    of_all = usual(every)
-    for model in dict.fromkeys(cell.model for cell in of_all):
-        of_model = [cell for cell in of_all if cell.model == model]
-        chosen = []
-        for sampling in USUAL_SAMPLING:
-            sampled = [cell for cell in of_model if cell.case["sampling"] == sampling]
-            chosen += sampled and [max(sampled, key=lambda x: (x.case["B"], x.case["S"]))]
-        chosen.append(min(of_model, key=lambda cell: cell.speed(shown(cell)) or 0))
-        result += [(cell, shown(cell)) for cell in {id(cell): cell for cell in chosen}.values()]
-    return result
+    greedy: Cell | None
+    sampled: Cell | None
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [cell for cell in (self.greedy, self.sampled) if cell is not None]
+
+    @property
+    def case(self) -> Row:
+        return self.cells[0].case
+
+    @property
+    def speed(self) -> float | None:
+        """The lower of the speeds of vegas, of the fastest drafter where it has no times."""
+        speeds = [cell.speed(_shown(cell)) for cell in self.cells if cell.ranked]
+        return min((speed for speed in speeds if speed is not None), default=None)
 
 
-def usual(every: Sequence[Cell]) -> list[Cell]:
-    """Cells with a speed over plain decoding, greedy and at T=0.8, of the shortest answers of their
-    model, without exact mode."""
-    shortest: dict[str, int] = {}
-    result = [
+def pairs(result: dict[str, Any]) -> list[Pair]:
+    """The cells that are greedy or at T=0.8, without exact mode and of the shortest answers of
+    their model."""
+    usual = [
         cell
-        for cell in every
-        if cell.ranked and not cell.exact and cell.case["sampling"] in USUAL_SAMPLING
+        for cell in cells(result)
+        if cell.plain and not cell.exact and cell.case["sampling"] in USUAL_SAMPLING
     ]
-    for cell in result:
-        new = cell.case["new"]
-        shortest[cell.model] = min(shortest.get(cell.model, new), new)
-    return [cell for cell in result if cell.case["new"] == shortest[cell.model]]
+    shortest: dict[str, int] = {}
+    for case in (cell.case for cell in usual):
+        shortest[case["model"]] = min(shortest.get(case["model"], case["new"]), case["new"])
+    by_case: dict[str, dict[str, Cell]] = {}
+    for cell in usual:
+        if cell.case["new"] == shortest[cell.model]:
+            same = {k: x for k, x in cell.case.items() if k not in ("sampling", "drafts")}
+            by_case.setdefault(str(same), {})[cell.case["sampling"]] = cell
+    return [Pair(*map(of_case.get, USUAL_SAMPLING)) for of_case in by_case.values()]
 
 
-def shown(cell: Cell) -> Row:
+def headlines(every: Sequence[Pair]) -> list[Pair]:
+    """Of each model the largest cells, and those where drafting is slowest."""
+    speeds = {pair: pair.speed for pair in every}
+    result: dict[Pair, None] = {}
+    for model in dict.fromkeys(pair.case["model"] for pair in every):
+        of_model = {x: y for x, y in speeds.items() if x.case["model"] == model and y is not None}
+        if of_model:
+            result[max(of_model, key=lambda pair: (pair.case["B"], pair.case["S"]))] = None
+            result[min(of_model, key=of_model.__getitem__)] = None
+    return list(result)
+
+
+def _shown(cell: Cell) -> Row:
     """The row of vegas where its speed is known, else that of the fastest drafter."""
     return next((row for row in cell.ranked if row["name"] == VEGAS), cell.ranked[0])

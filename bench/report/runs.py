@@ -27,19 +27,18 @@ class Run:
     result: dict[str, Any]
 
     @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.result["rows"]
+
+    @property
     def device(self) -> str:
         return self.result["machine"]["device"]
 
     @property
     def card(self) -> str:
-        return card_of(self.result)
-
-
-def card_of(result: dict[str, Any]) -> str:
-    """``H200`` for a result of an NVIDIA H200."""
-    device = result["machine"]["device"]
-    match = re.match(r"NVIDIA (\S+)", device)
-    return match[1] if match else device
+        """``H200`` for a result of an NVIDIA H200."""
+        match = re.match(r"NVIDIA (\S+)", self.device)
+        return match[1] if match else self.device
 
 
 def read(results: Path) -> list[Run]:

@@ -1,25 +1,25 @@
-"""The tables at the head of RESULTS.md: what they show, against what, and where links lead."""
+"""Rows of tables from known results, and the tables at the head of RESULTS.md."""
 
 import re
-from typing import Any
 
 import pytest
 
-from bench.report import DOCS, glance
+from bench import report
+from bench.report import operations, steps, systems
+from bench.report.questions import QUESTIONS
 from bench.report.runs import Run
+
+
+def run(rows, suite="suite", name="", device="NVIDIA A", **rest):
+    return Run(device, suite, name, {"machine": {"device": device}, "rows": rows} | rest)
 
 
 def timed(operation, case, name, microseconds, **rest):
     row = {"operation": operation, "case": case, "name": name, "checked": True, "bytes": None}
-    return row | {"device_ns": [1000 * microseconds] * 3} | rest
+    return row | {"backend": True, "device_ns": [1000 * microseconds] * 3} | rest
 
 
-def reading(seconds):
-    case = {"work": "read", "bytes": 2**30, "l2": "warm"}
-    return timed("ceilings", case, "xla", seconds * 1e6, bytes=2**30, backend=True)
-
-
-def test_a_point_is_what_none_takes_beside_the_ceiling_and_the_fastest_rival():
+def test_an_operation_is_a_headline_where_none_takes_a_backend():
     case = {"B": 4, "S": 131072, "T": 1, "heads": "32/8", "H": 128, "lengths": "full", "l2": "cold"}
     rows = [
         timed("attention", case, "pallas", 80, bytes=2**29),
@@ -29,91 +29,95 @@ def test_a_point_is_what_none_takes_beside_the_ceiling_and_the_fastest_rival():
         timed("attention", case | {"B": 8}, "triton", 1, bytes=2**29, chosen=True),
     ]
     # 2**29 bytes in 100 us, where 2**30 take 160: 0.8 of the ceiling.
-    result = {"suite": "attention", "rows": rows, "ceilings": [reading(160e-6)]}
-    (line,) = glance.lines_of("attention", result)
-    compared = "80% of the read ceiling; 0.90x as fast as cuDNN, slower, 90.0 us"
-    assert line == ("attention, B=4, S=128K, T=1, heads=32/8", "100 us", compared)
-    assert not list(glance.lines_of("attention", result | {"rows": rows[:1]}))
+    at = {"work": "read", "bytes": 2**30, "l2": "warm"}
+    ceilings = [timed("ceilings", at, "xla", 160.0, bytes=2**30)]
+    (question,) = (x for x in QUESTIONS if x.lines is operations.attention_lines)
+    (line,) = question.headlines([run(rows, "attention", ceilings=ceilings)])
+    compared = "80% of read ceiling; 0.90x, slower (cudnn 90.0)"
+    assert line == ("attention, B=4, S=128K, T=1, heads=32/8, H=128", "100 us", compared)
+    assert not list(question.headlines([run(rows[:1], "attention", ceilings=ceilings)]))
 
 
-def test_tokens_by_an_imposed_acceptance_stand_beside_plain_decoding_of_the_same_shape():
+def test_an_imposed_rate_is_over_plain_decoding_of_the_same_shape():
     def row(name, batch, rate, **rest):
         case = {"model": "m", "layers": 2, "B": batch, "S": 8192, "gamma": 9}
         row = {"operation": "draft", "case": case, "name": name, "checked": "2 layers"}
-        row |= {"step_ns": [1000] * 3, "floors_ns": {"verification": 500.0}}
-        return row | {"tokens_per_s": rate, "acceptance": "imposed"} | rest
+        row |= {"step_ns": [1000] * 3, "over_floor": 2.0, "tokens": 5.0}
+        return row | {"tokens_per_s": rate} | rest
 
     rows = [
         row("plain", 1, 10.0),
         row("plain", 4, 40.0),
-        row("vegas", 4, 300.0, acceptance="measured"),
         row("vegas", 4, 100.0),
+        row("vegas", 4, 300.0),  # the first of a case stands
         row("quest", 4, 400.0, checked=False),
         row("vegas", 8, 100.0),
     ]
-    (line,) = glance.lines_of(
-        "decode", {"rows": rows, "suite": "decode", "machine": {"device": "x"}}
-    )
-    assert line[:2] == ("m, B=4, 8K tokens, vegas", "100 tokens/s")
-    assert line[2] == "2.50x plain decoding; imposed acceptance (the paper's)"
+    over_plain, alone = (line.cells for line in steps.imposed([run(rows)]))
+    assert (over_plain["B"], over_plain["tok/s"], over_plain["vs plain"]) == ("4", "100", "2.50x")
+    assert (alone["B"], alone["vs plain"]) == ("8", "")
 
 
-def test_two_devices_stand_beside_one_of_the_same_shape():
-    def row(kvp, microseconds, **case):
+def test_attention_of_two_devices_is_over_one_of_the_same_shape():
+    def row(kvp, microseconds, operation="attend", **case):
         fields = {"B": 1, "S": 2**20, "heads": "8/1", "H": 64, "T": 1, "latent": 0, "tpa": 1}
-        fields |= {"kvp": kvp, "strategy": "helix", "part": "layer"} | case
-        return {"operation": "attend", "case": fields, "step_ns": [1000 * microseconds] * 3}
+        fields |= {"kvp": kvp, "strategy": "helix", "up": "auto"} | case
+        return {"operation": operation, "case": fields, "step_ns": [1000 * microseconds] * 3}
 
-    rows = [row(1, 100), row(2, 60), row(2, 50, part="read"), row(2, 70, S=2048)]
-    (line,) = glance.lines_of("helix-attention", {"rows": rows})
-    assert line[1:] == ("60.0 us", "0.60 of the time of one device, the exchange included")
+    rows = [row(1, 100), row(2, 60), row(2, 50, operation="read_alone"), row(2, 70, S=2048)]
+    long, short = systems.shared_attention([run(rows)])
+    assert (long.cells["one device"], long.cells["Helix"]) == ("100 us", "60.0 us, 1.67x")
+    assert (short.cells["Helix"], long.headline, short.headline) == ("70.0 us", True, False)
 
 
-def test_a_step_by_helix_stands_beside_tensor_parallelism():
+def test_a_step_by_helix_is_over_tensor_parallelism():
     def row(kvp, tpa, milliseconds, **case):
         fields = {"shape": "m", "B": 1, "S": 2**20, "draft": "vegas", "gamma": 5}
-        fields |= {"kvp": kvp, "tpa": tpa, "strategy": "helix", "overlap": 1} | case
-        return {"operation": "step", "case": fields, "step_ns": [1_000_000 * milliseconds] * 3}
+        fields |= {"kvp": kvp, "tpa": tpa, "strategy": "helix", "overlap": 1, "exchange": "xla"}
+        case = fields | case
+        return {"operation": "step", "case": case, "step_ns": [1_000_000 * milliseconds] * 3}
 
-    rows = [row(2, 1, 59), row(1, 2, 47), row(2, 1, 70, strategy="medha"), row(2, 1, 9, S=1024)]
-    (line,) = glance.lines_of("helix-step", {"rows": rows})
-    assert line[0] == "m, B=1, 1024K tokens, vegas, gamma=5, KVP=2"
-    assert line[1] == "59.00 ms a step"
-    assert line[2] == "0.80x as fast as tensor parallelism, slower, 47.00 ms"
+    rows = [row(2, 1, 59), row(1, 2, 47), row(2, 1, 9, overlap=2), row(2, 1, 9, draft="verify")]
+    (line,) = systems.shared_steps([run(rows)])
+    assert line.cells["Helix"] == "59.00 ms, 0.80x, slower"
+    assert (line.cells["shape"], line.cells["by heads"]) == ("m, vegas", "47.00 ms")
 
 
-def test_an_engine_stands_beside_itself_without_drafts():
+def test_an_engine_is_shown_where_all_requests_are_there_at_once():
     def row(name, rate, load="full", **rest):
         case = {"model": "m", "mix": "short", "B": 2, "load": load}
-        return {"case": case, "name": name, "tokens_per_s": rate, "checked": True} | rest
+        served = {"token_s": [0.001] * 3, "first_token_s": [0.01] * 3}
+        figures = {"tokens_per_s": rate, "length": 5.0, "served": served, "checked": True}
+        return {"operation": "serving", "case": case, "name": name} | figures | rest
 
-    busy: dict[str, Any] = {"full_tokens_per_s": 90.0, "mean_accepted_length": 5.0, "step_s": 0.1}
-    rows = [row("none", 10.0), row("ngram", 40.0, **busy), row("ngram", 9.0, load="50%")]
-    (drafted,) = glance.lines_of("serving", {"rows": rows})
-    assert drafted[1] == "40 tokens/s"
-    assert drafted[2] == "4.00x as fast as without drafts; 0.90 of the rate of the steps alone"
-
-
-def run(device, name="", flips=0):
-    row = {"mode": "exact", "flips": flips, "compared": 9}
-    return Run(device, "parity", name, {"machine": {"device": device}, "rows": [row]})
+    rows = [row("none", 10.0, vs_plain=1.0), row("ngram", 40.0, vs_plain=4.0, of_steps=0.9)]
+    (line,) = systems.served([run([*rows, row("ngram", 9.0, load="50%", vs_plain=1.1)])])
+    cells = line.cells
+    assert (cells["tok/s"], cells["vs no drafts"], cells["of steps"]) == ("40", "4.00x", "0.90")
+    assert (cells["ms/token"], cells["first token, ms"]) == ("1.0 / 1.0", "10.0 / 10.0")
 
 
-def test_a_gpu_has_a_table_of_the_first_runs_and_a_cpu_a_line():
-    runs = [run("NVIDIA A"), run("NVIDIA A", "other", flips=3), run("NVIDIA B"), run("cpu")]
-    first, second, cpu = glance.tables_of(runs, {"verify": "V", "parity": "Exactness"})
+def of_exact(device, flips=0):
+    case = {"model": "m", "exact": "yes"}
+    row = {"operation": "draft", "case": case, "name": "vegas", "flips": flips, "compared": 9}
+    return run([row], "parity", device=device)
+
+
+def test_a_gpu_has_a_table_and_a_cpu_a_line():
+    runs = [of_exact("NVIDIA A"), of_exact("NVIDIA A", flips=3), of_exact("B"), of_exact("cpu")]
+    first, second, cpu = report._glances(runs)
     assert first.startswith("## At a glance: NVIDIA A\n")
     (line,) = first.splitlines()[4:]
-    assert line.startswith("| [Exactness](#exactness) | exact=True, 1 settings")
-    assert "| 0 flips |" in line
-    assert second.startswith("## At a glance: NVIDIA B\n")
-    assert cpu.startswith("## At a glance: CPU\n\nexact=True, 1 settings")
+    assert line.startswith("| [Exactness](#exactness) | m, exact=True, 2 settings")
+    assert "| 3 flips | in 18 greedy tokens" in line
+    assert second.startswith("## At a glance: B\n")
+    assert cpu.startswith("## At a glance: CPU\n\nm, exact=True, 1 settings")
 
 
 @pytest.mark.parametrize("collapse", [True, False], ids=["python-markdown", "github"])
 def test_every_link_of_the_committed_tables_leads_to_a_heading(collapse):
     """By the rules of both: word characters, spaces and hyphens are kept."""
-    text = (DOCS / "RESULTS.md").read_text()
+    text = (report.DOCS / "RESULTS.md").read_text()
     headings = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
         anchor = re.sub(r"[^\w\s-]", "", heading).strip().lower()

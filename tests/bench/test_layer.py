@@ -10,7 +10,7 @@ import pytest
 from bench.__main__ import main
 from bench.hata import check, layer, workload
 from bench.policies import arrays_of
-from bench.report import layers
+from bench.report import steps
 from jspec.policies import Hata
 
 SMALL = "B=2,S=256,heads=4/2,H=16,n=96,R=32,channels=4"
@@ -93,7 +93,7 @@ def test_the_suite_runs_and_a_wrong_policy_is_told(tmp_path, monkeypatch):
     result = json.loads((tmp_path / "out.json").read_text())
     told = {row["name"]: row["checked"] for row in result["rows"]}
     assert told == {"hata": False, "streaming": True, "xla": True}
-    (group,) = layers.groups(result["rows"])
+    (group,) = steps.groups(result["rows"])
     assert (list(group.dense), list(group.policies)) == (["xla"], ["streaming"])
 
 

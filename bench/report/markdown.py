@@ -1,0 +1,95 @@
+"""Rows of tables as Markdown, and speeds and cases as their text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bench.point import Row, best_clock
+from bench.table import cell, number, times
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A row of a table: its ``cells`` by heading, and whether the first table of RESULTS.md has it
+    too."""
+
+    cells: Mapping[str, str]
+    headline: bool = False
+
+
+def distinct(lines: Iterable[Line], labels: int) -> list[Line]:
+    """The first of the lines whose first ``labels`` cells are equal."""
+    by_label: dict[tuple[str, ...], Line] = {}
+    for line in lines:
+        by_label.setdefault(tuple(line.cells.values())[:labels], line)
+    return list(by_label.values())
+
+
+def table(lines: Sequence[Line], labels: int) -> str:
+    """A Markdown table, "" without lines.
+
+    Args:
+        lines: its rows; the headings are those of all of them, in order.
+        labels: the first columns, which say what a row is of. One that equals that above it is
+            empty, but for the last one.
+    """
+    headings = list(dict.fromkeys(heading for line in lines for heading in line.cells))
+    if not headings:
+        return ""
+    rule = ["---" if i < labels else "---:" for i in range(len(headings))]
+    rows = [[line.cells.get(heading, "") for heading in headings] for line in lines]
+    return "".join(
+        "| " + " | ".join(cells) + " |\n" for cells in (headings, rule, *merged(rows, labels - 1))
+    )
+
+
+def merged(rows: Iterable[Sequence[str]], columns: int) -> list[tuple[str, ...]]:
+    """Rows of the same first ``columns`` one after another, in the order of the first of them; what
+    repeats of these columns is empty."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in map(tuple, rows):
+        groups.setdefault(row[:columns], []).append(row)
+    result, before = [], ("",) * columns
+    for row in (row for group in groups.values() for row in group):
+        same = 0
+        while same < columns and row[same] == before[same]:
+            same += 1
+        result.append(("",) * same + row[same:])
+        before = row
+    return result
+
+
+def is_slower(speed: float) -> bool:
+    """Whether a speed over another is below 1 as tables show it."""
+    return round(speed, 2) < 1
+
+
+def ratio(speed: float | None) -> str:
+    """A speed over another; a lower one is called slower."""
+    if speed is None:
+        return ""
+    return times(speed) + (", slower" if is_slower(speed) else "")
+
+
+def ms(microseconds: float) -> str:
+    """Milliseconds with two or three decimals."""
+    return f"{microseconds / 1e3:.{2 if microseconds >= 1e3 else 3}f}"
+
+
+def us(microseconds: float) -> str:
+    """Microseconds with their unit."""
+    return f"{number(microseconds)} us"
+
+
+def case_words(case: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+    """``B=8, S=32K`` of a case, its parts in ``without`` left out."""
+    return ", ".join(f"{k}={cell(k, v)}" for k, v in case.items() if k not in without)
+
+
+def microseconds(row: Row) -> float:
+    """The median of a row that has a clock."""
+    time = best_clock(row)
+    assert time is not None
+    return time.median
