@@ -17,10 +17,11 @@ import numpy as np
 from bench.decode.shapes import part_of
 from jspec.cache import Cache
 from jspec.decode.draft import Drafted
-from jspec.decode.settings import OPERATIONS, StepConfig
+from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import draft, run_target
 from jspec.dispatch import Backends
+from jspec.ops.registry import step_operations
 from jspec.policies import ScoredPolicy
 from jspec.typing import Array, Attend
 
@@ -32,7 +33,7 @@ LAYERS = 2
 # visible too early 1.3.
 TOLERANCE = 0.05
 NEW_KEY_SCALE = 6.0
-REFERENCE = Backends({x.name: "xla" for x in OPERATIONS if "xla" in x.backends})
+REFERENCE = Backends({x.name: "xla" for x in step_operations() if "xla" in x.backends})
 # The least share of picks in common in a layer. At a budget of 7 %, scores that differ by 1 % of
 # their spread change one pick in 25; independent picks share 7 %.
 MIN_SHARED = 0.9

@@ -22,7 +22,7 @@ from jspec.cli.show import environment, print_json, print_table
 from jspec.decode.checks import check_request, one_each
 from jspec.decode.draft import Drafter, NoDraft, named_draft
 from jspec.decode.options import Gamma
-from jspec.decode.settings import OPERATIONS, StepConfig
+from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.dispatch import Backends
 from jspec.eval.sample import prepared
@@ -34,6 +34,7 @@ from jspec.models.checkpoint import check_model, load_model
 from jspec.models.fingerprint import fingerprint
 from jspec.models.text import with_stops
 from jspec.models.tokenizer import load_tokenizer
+from jspec.ops.registry import step_operations
 from jspec.policies import Dense, Policy, named_policy
 from jspec.policies.hata import with_hashes
 from jspec.processes import (
@@ -177,7 +178,7 @@ def backends_of(arguments: argparse.Namespace) -> Backends:
             raise ValueError(f"--backend {text!r} must be OPERATION=NAME, as in attention=xla")
         named[operation] = name
     backends = Backends(named)
-    backends.check(OPERATIONS)
+    backends.check(step_operations())
     return backends
 
 

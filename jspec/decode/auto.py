@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import threading
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jspec.decode.draft import NoDraft
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
 
@@ -286,48 +284,26 @@ def _tokens_of(accepted: np.ndarray, live: np.ndarray) -> float:
     return float(ran.sum() / (steps[ran] / tokens[ran]).sum())
 
 
-class Gammas:
-    """The steps that ``gamma="auto"`` chooses from: ``config`` with each gamma.
+def choice_of(models: Models | FlatModels, state: DecodeState, config: StepConfig) -> GammaChoice:
+    """What chooses the gamma of each chunk for such a state, whose longest steps are of ``config``.
 
-    Choices are kept by all that times depend on, the capacity within a factor of two, so that later
+    It is cached by all that times depend on, the capacity within a factor of two, so that later
     calls begin with what earlier ones measured.
-
-    Raises:
-        ValueError: For a drafter that never drafts.
     """
-
-    def __init__(self, config: StepConfig) -> None:
-        draft = config.draft
-        if isinstance(draft, NoDraft):
-            raise ValueError(
-                "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0 for plain "
-                "decoding"
-            )
-        self.draft = draft
-        self.configs = {gamma: dataclasses.replace(config, gamma=gamma) for gamma in LADDER}
-
-    @property
-    def longest(self) -> StepConfig:
-        """The config that a state for all of them is started with."""
-        return self.configs[max(self.configs)]
-
-    def choice(self, models: Models | FlatModels, state: DecodeState) -> GammaChoice:
-        """The choice for chunks of such a state."""
-        leaves, structure = jax.tree.flatten(models)
-        batch, capacity = state.tokens.shape
-        model = (structure, tuple((x.shape, x.dtype) for x in leaves))
-        key = (self.longest, batch, capacity.bit_length(), state.mode, model)
-        with _LOCK:
-            choice = _CHOICES.pop(key, None)
-            if choice is None:
-                # A GPU records a program's launches in its second run.
-                warm = 1 if jax.default_backend() == "cpu" else 2
-                usual = self.draft.traits.default_gamma
-                choice = GammaChoice(list(self.configs), usual, warm)
-            _CHOICES[key] = choice
-            while len(_CHOICES) > MAX_CHOICES:
-                _CHOICES.popitem(last=False)
-        return choice
+    leaves, structure = jax.tree.flatten(models)
+    batch, capacity = state.tokens.shape
+    model = (structure, tuple((x.shape, x.dtype) for x in leaves))
+    key = (config, batch, capacity.bit_length(), state.mode, model)
+    with _LOCK:
+        choice = _CHOICES.pop(key, None)
+        if choice is None:
+            # A GPU records a program's launches in its second run.
+            warm = 1 if jax.default_backend() == "cpu" else 2
+            choice = GammaChoice(LADDER, config.draft.traits.default_gamma, warm)
+        _CHOICES[key] = choice
+        while len(_CHOICES) > MAX_CHOICES:
+            _CHOICES.popitem(last=False)
+    return choice
 
 
 _CHOICES: OrderedDict[Any, GammaChoice] = OrderedDict()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jspec.decode.auto import GammaChoice, RowAcceptance
+from jspec.decode.auto import GammaChoice, RowAcceptance, choice_of
 from jspec.decode.on_mesh import agreed, is_shared
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.programs import PROGRAMS, OnCompile
@@ -68,10 +68,10 @@ class Chunk:
 
 
 class Chunks:
-    """Runs chunks of steps of ``options``, each by `start` and `finish`, in order.
+    """Runs chunks of steps of ``options`` over ``count`` rows, each by `start` and `finish`.
 
-    The next one may start before the last one is finished: the device then goes from one to the
-    other while the host reads. What the device does between two chunks is prefill.
+    They run in order. The next one may start before the last one is finished: the device then goes
+    from one to the other while the host reads. What the device does between two chunks is prefill.
 
     Attributes:
         programs: Runs the jitted functions, and counts compiling.
@@ -86,6 +86,7 @@ class Chunks:
     def __init__(
         self,
         options: ResolvedOptions,
+        count: int,
         on_compile: OnCompile | None = None,
         *,
         together: bool = False,
@@ -94,12 +95,13 @@ class Chunks:
         self.programs = PROGRAMS.timed(on_compile)
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
-        self.paces = np.zeros(0, np.int32)
+        self.paces = np.zeros(count, np.int32)
         self._ending = 0.0  # share of rows that ended in each of the last chunks
         self._plain_steps = 0  # since the drafter last drafted
         self.is_shared = is_shared(options.models.target)
         self.running: list[Chunk] = []
-        self._acceptance: RowAcceptance | None = None  # what they accepted, where that is asked for
+        longest = options.config.gamma
+        self._acceptance = RowAcceptance(count, longest, options.steps, together=together)
         self._finished = 0.0  # until when the time of the device is in ``seconds``
         self._prompts: Prompts | None = None  # before the next chunk
 
@@ -166,8 +168,7 @@ class Chunks:
         """Other requests fill ``rows``, after all running chunks."""
         for chunk in self.running:
             chunk.filled.update(rows)
-        if self._acceptance is not None:
-            self._acceptance.renew(rows)
+        self._acceptance.renew(rows)
 
     def start(self, state: DecodeState, left: np.ndarray) -> tuple[DecodeState, Chunk]:
         """Give a chunk to the device; returns the state after it, and the chunk.
@@ -176,16 +177,12 @@ class Chunks:
         that were read, 0 where it has ended.
         """
         options, config, choice = self.options, self.options.config, None
-        if options.gammas is not None:
-            choice = options.gammas.choice(options.flat, state)
-            if self._acceptance is None:
-                self._acceptance = RowAcceptance(
-                    len(left), options.config.gamma, options.steps, together=self.together
-                )
+        if len(options.configs) > 1:
+            choice = choice_of(options.flat, state, config)
             gamma = choice.choose(self._acceptance, self._left_after_work(left))
             if self.is_shared:
                 gamma = agreed(gamma)
-            config = options.gammas.configs[gamma]
+            config = options.configs[gamma]
             state = self._with_synced_drafter(state, config)
         prompts, self._prompts = self._prompts, None
         begin = self._now()
@@ -229,10 +226,8 @@ class Chunks:
 
     def _learn(self, chunk: Chunk, record: StepRecord, a_step: float | None) -> None:
         """Pass a chunk to what chooses gammas; ``a_step``: seconds of a step, None if unknown."""
-        if chunk.choice is None or self._acceptance is None:
-            return
         accepted, live = np.asarray(record.accepted), np.asarray(record.committed) > 0
-        if not live.any():  # all rows had ended before it
+        if chunk.choice is None or not live.any():  # all rows had ended before it
             return
         chunk.choice.observe(chunk.gamma, a_step, accepted, live)
         same = np.ones(live.shape[1], bool)
@@ -265,10 +260,10 @@ class Chunks:
         """The same state, all of whose rows are done, with every program compiled that `start` may
         need.
         """
-        gammas = self.options.gammas
-        for config in [self.options.config] if gammas is None else gammas.configs.values():
+        configs = self.options.configs
+        for config in configs.values():
             state, _ = self._chunk(state, config)
-        if gammas is not None and self.options.config.draft.traits.needs_model:
+        if len(configs) > 1 and self.options.config.draft.traits.needs_model:
             state = self._synced(state)
         return state
 

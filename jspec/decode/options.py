@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.config import shown, whole_number
-from jspec.decode.auto import Gammas
+from jspec.decode.auto import LADDER
 from jspec.decode.checks import check_exact, check_models
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.on_mesh import mesh_model
@@ -72,7 +72,7 @@ class ResolvedOptions:
         models: The models, on the device.
         flat: The same, as programs take them.
         config: The config of the longest step.
-        gammas: The configs that ``gamma="auto"`` chooses from, None for a fixed gamma.
+        configs: The configs that a chunk may take, by gamma: several with ``gamma="auto"``.
         steps: Steps of a chunk.
         cache_dtype: As in `DecodeOptions`.
     """
@@ -80,7 +80,7 @@ class ResolvedOptions:
     models: Models
     flat: FlatModels
     config: StepConfig
-    gammas: Gammas | None
+    configs: Mapping[int, StepConfig]
     steps: int
     cache_dtype: DTypeLike | None
 
@@ -105,8 +105,14 @@ class ResolvedOptions:
             options.get("rule", "token"),
             options.get("exact", False),
         )
-        gammas = Gammas(config) if gamma == "auto" else None
-        config = config if gammas is None else gammas.longest
+        if gamma == "auto" and isinstance(draft, NoDraft):
+            raise ValueError(
+                "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0 for plain "
+                "decoding"
+            )
+        gammas = LADDER if gamma == "auto" else (config.gamma,)
+        configs = {gamma: dataclasses.replace(config, gamma=gamma) for gamma in gammas}
+        config = configs[gammas[-1]]
         if config.exact:
             check_exact(model, config.cache_policy)
         if policy_params is None:
@@ -127,7 +133,7 @@ class ResolvedOptions:
         if (whole_number(steps) or 0) < 1:
             raise ValueError(f"steps_per_chunk={shown(steps)} must be at least 1")
         models, dtype = _on_device(models), options.get("cache_dtype")
-        return cls(models, FlatModels.of(models), config, gammas, int(steps), dtype)
+        return cls(models, FlatModels.of(models), config, configs, int(steps), dtype)
 
 
 def check_names(options: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ class Programs:
 
     def __init__(self, limit: int = MAX_PROGRAMS) -> None:
         self._limit = limit
-        self._compiled: OrderedDict[_Key, Future[Any]] = OrderedDict()
+        self._compiled: OrderedDict[_Hashed, Future[Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, function: Any, *args: Any, **static: Any) -> Any:
@@ -47,7 +47,7 @@ class Programs:
             self._compiled.clear()
 
     def executable(
-        self, key: _Key, compile_: Callable[[], Any], clock: Callable[[], AbstractContextManager]
+        self, key: _Hashed, compile_: Callable[[], Any], clock: Callable[[], AbstractContextManager]
     ) -> Any:
         """The executable of ``key``, made by ``compile_`` unless another thread makes it.
 
@@ -63,7 +63,7 @@ class Programs:
                 dropped = [self._compiled.popitem(last=False)[0] for _ in range(excess)]
             for other in dropped:
                 # JAX holds what it compiled as long as it holds the trace of the function.
-                other.function.clear_cache()
+                other.parts[0].clear_cache()
             if is_new:
                 try:
                     with clock():
@@ -95,7 +95,7 @@ class Timed:
     def __init__(self, programs: Programs, on_compile: OnCompile | None = None) -> None:
         self._programs = programs
         self._on_compile = on_compile or (lambda begins: None)
-        self._executables: dict[_Key, Any] = {}
+        self._executables: dict[_Hashed, Any] = {}
         self.compile_s = 0.0
         self.compilations = 0
 
@@ -118,7 +118,7 @@ class Timed:
             self.compilations += 1
             return executable
 
-        key = _Key(function, args, static)
+        key = _key_of(function, args, static)
         if key not in self._executables:
             self._executables[key] = self._programs.executable(key, compile_, self.clock)
         return self._executables[key]
@@ -154,15 +154,10 @@ class _Hashed:
         )
 
 
-class _Key(_Hashed):
-    """What a program is cached by."""
-
-    __slots__ = ("function",)
-
-    def __init__(self, function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> None:
-        traced = tuple(getattr(jax.config, name) for name in TRACED)
-        super().__init__(function, *map(_signature, args), tuple(sorted(static.items())), traced)
-        self.function = function
+def _key_of(function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> _Hashed:
+    """What a program is cached by; its first part is the function."""
+    traced = tuple(getattr(jax.config, name) for name in TRACED)
+    return _Hashed(function, *map(_signature, args), tuple(sorted(static.items())), traced)
 
 
 def _signature(arg: Any) -> _Hashed:

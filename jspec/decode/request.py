@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jspec.config import SamplingParams, shown, whole_number
 
+if TYPE_CHECKING:
+    from jspec.decode.engine import Engine
+
 OnTokens = Callable[[tuple[int, ...]], bool | int | None]
-
-
-class Driver(Protocol):
-    """What a request is driven by while its caller reads it: a `jspec.Engine`."""
-
-    def step(self) -> Any:
-        """Decode a chunk of steps."""
-
-    def _remove(self, request: Request) -> None:
-        """Stop decoding a request."""
 
 
 class Request:
@@ -42,7 +36,7 @@ class Request:
         params: SamplingParams,
         stops: tuple[int, ...],
         on_tokens: OnTokens | None,
-        engine: Driver | None = None,  # None in `jspec.generate`, which drives itself
+        engine: Engine | None = None,  # None in `jspec.generate`, which drives itself
     ) -> None:
         self.params = params
         self.finished: str | None = None
@@ -78,16 +72,15 @@ class Request:
             if self._engine is None:
                 break
             self._engine.step()
-        self._raise()
+        if self.error is not None:
+            raise self.error
 
     def result(self) -> tuple[int, ...]:
         """All tokens; drives the engine until the request has ended.
 
         Raises what its callback raised.
         """
-        while self._engine is not None:
-            self._engine.step()
-        self._raise()
+        collections.deque(self, maxlen=0)
         return self.tokens
 
     def cancel(self) -> None:
@@ -99,10 +92,6 @@ class Request:
             self._tokens.extend(self._offered)
             self._engine._remove(self)
             self._end("cancelled")
-
-    def _raise(self) -> None:
-        if self.error is not None:
-            raise self.error
 
     def _ask(self, new: tuple[int, ...]) -> int | None:
         """How many of ``new`` tokens are its last ones, by its callback; None where it goes on."""
@@ -133,15 +122,7 @@ class Request:
 
 
 def tokens_to_keep(answer: Any, count: int) -> int | None:
-    """How many of ``count`` new tokens a request keeps as its last ones; None where it goes on.
-
-    Args:
-        answer: What ``on_tokens`` returned.
-        count: How many tokens it was called with.
-
-    Raises:
-        ValueError: For an answer that is no bool, None, or number up to ``count``.
-    """
+    """How many of ``count`` tokens are a request's last ones, as ``on_tokens`` says; else None."""
     if answer is None or isinstance(answer, (bool, np.bool_)):
         return count if answer else None
     keep = whole_number(answer)

@@ -70,7 +70,7 @@ class Runner:
         together: bool = False,
     ) -> None:
         self.slots: list[Request | None] = [None] * count
-        self.chunks = Chunks(options, on_compile, together=together)
+        self.chunks = Chunks(options, count, on_compile, together=together)
         self._tally = Tally(options.config.gamma)
         self._is_done = np.zeros(count, bool)  # on the device, after the chunks that were read
 

@@ -11,36 +11,11 @@ from jspec.config import shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.state import Models
 from jspec.dispatch import Backends, use_backends
-from jspec.ops.append import APPEND, APPEND_ENCODE
-from jspec.ops.attention.dense import ATTENTION
-from jspec.ops.attention.gathered import GATHERED
-from jspec.ops.attention.hashed import HASH_ATTENTION
-from jspec.ops.attention.scored import SCORED
-from jspec.ops.attention.weights import WEIGHTS
-from jspec.ops.collisions import COLLISION_SCORES
-from jspec.ops.commit import VERIFY_AND_COMMIT
-from jspec.ops.grouped import GROUPED
-from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
-from jspec.ops.hash_selection import HASH_SELECT
-from jspec.ops.host_rows import FETCH_AHEAD, FETCH_ROWS, STORE_ROWS
-from jspec.ops.linear import LINEAR
-from jspec.ops.linear_chain import LINEAR_CHAIN
-from jspec.ops.route import ROUTE
-from jspec.ops.sample import SAMPLE
-from jspec.ops.selection import SELECT
-from jspec.ops.stochastic import VERIFY_STOCHASTIC, Rule, check_rule
-from jspec.ops.verify import VERIFY_GREEDY
+from jspec.ops.registry import step_operations
+from jspec.ops.stochastic import Rule, check_rule
 from jspec.policies import Dense, Guided, Policy
 from jspec.policies.policy import needs_params
 
-# Operations of a step, those that a model or a policy calls by itself included.
-OPERATIONS = (
-    *(ATTENTION, SCORED, GATHERED, HASH_ATTENTION, APPEND, APPEND_ENCODE, SAMPLE),
-    *(FETCH_ROWS, FETCH_AHEAD, STORE_ROWS),
-    *(VERIFY_AND_COMMIT, VERIFY_GREEDY, VERIFY_STOCHASTIC),
-    *(LINEAR, LINEAR_CHAIN, ROUTE, GROUPED),
-    *(HASH_ENCODE, HAMMING_SCORES, HASH_SELECT, COLLISION_SCORES, SELECT, WEIGHTS),
-)
 # Backends of the target's own passes under ``exact=True``.
 EXACT_BACKENDS = Backends(
     linear="exact",
@@ -98,7 +73,7 @@ class StepConfig:
             raise ValueError(f"gamma={shown(gamma)} must be below 2**31")
         object.__setattr__(self, "gamma", gamma)
         backends = Backends(self.backends)
-        backends.check(OPERATIONS)
+        backends.check(step_operations())
         object.__setattr__(self, "backends", backends)
         if gamma < 0:
             raise ValueError(f"gamma={gamma} must be at least 0, which decodes plainly")

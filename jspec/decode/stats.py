@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -63,11 +64,11 @@ class Stats:
     @classmethod
     def merged(cls, parts: Sequence[Stats]) -> Stats:
         """The sum over several generations."""
-        longest = max((len(p.acceptance_by_position) for p in parts), default=0)
-        positions = []
-        for index in range(longest):
-            at = [r for p in parts for r in p.acceptance_by_position[index : index + 1]]
-            positions.append(PositionRate(sum(a.attempts for a in at), sum(a.accepted for a in at)))
+        by_position = (p.acceptance_by_position for p in parts)
+        positions = [
+            PositionRate(sum(a.attempts for a in at), sum(a.accepted for a in at))
+            for at in itertools.zip_longest(*by_position, fillvalue=PositionRate(0, 0))
+        ]
         at_gamma = sum((Counter(dict(p.steps_at_gamma)) for p in parts), Counter[int]())
         sequences = {
             "acceptance_by_position": tuple(positions),
@@ -117,8 +118,7 @@ class Tally:
     """Adds up the records of chunks of steps with drafts of at most ``gamma`` tokens."""
 
     def __init__(self, gamma: int):
-        self.steps = self.drafted = self.accepted = self.committed = 0
-        self.steps_at: Counter[int] = Counter()
+        self.committed, self.steps_at = 0, Counter[int]()
         self.attempts_at = np.zeros(gamma, np.int64)
         self.accepted_at = np.zeros(gamma, np.int64)
 
@@ -135,10 +135,7 @@ class Tally:
         drafted, accepted = (
             np.where(is_cut, counted, x)[live] for x in (record.drafted, record.accepted)
         )
-        self.steps += len(drafted)
         self.steps_at[record.tokens.shape[-1] - 1] += len(drafted)
-        self.drafted += int(drafted.sum())
-        self.accepted += int(accepted.sum())
         self.committed += int(counted.sum())
         position = np.arange(len(self.attempts_at))
         self.attempts_at += (drafted[:, None] > position).sum(axis=0)
@@ -148,9 +145,9 @@ class Tally:
     def stats(self, **rest: Any) -> Stats:
         positions = zip(self.attempts_at.tolist(), self.accepted_at.tolist(), strict=True)
         return Stats(
-            steps=self.steps,
-            drafted=self.drafted,
-            accepted=self.accepted,
+            steps=self.steps_at.total(),
+            drafted=int(self.attempts_at.sum()),
+            accepted=int(self.accepted_at.sum()),
             committed=self.committed,
             acceptance_by_position=tuple(PositionRate(*p) for p in positions),
             steps_at_gamma=tuple(sorted((g, n) for g, n in self.steps_at.items() if n)),

@@ -41,3 +41,8 @@ def operations() -> tuple[Operation, ...]:
     """Every operation of jspec; their modules are imported when this is first called."""
     pairs = (home.split(":") for home in _HOMES)
     return tuple(getattr(import_module(module), name) for module, name in pairs)
+
+
+def step_operations() -> list[Operation]:
+    """Operations of a step, those that a model or a policy calls by itself included."""
+    return [x for x in operations() if x.name not in ("pack", "verify_and_pack")]

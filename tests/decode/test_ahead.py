@@ -253,7 +253,7 @@ def test_time_counts_while_a_chunk_is_at_work(sharp, monkeypatch):
     now = SimpleNamespace(seconds=100.0, read=0.0)
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     record = StepRecord(np.zeros((1, 1, 5), np.int32))  # pyright: ignore[reportArgumentType]
-    work = Chunks(options_of(sharp))
+    work = Chunks(options_of(sharp), 1)
 
     def dispatched(self, state, config):
         now.seconds += 1
@@ -304,7 +304,7 @@ def test_time_of_a_caller_who_was_away_counts_nowhere(sharp, monkeypatch):
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     packed = SimpleNamespace(is_ready=lambda: now.is_ready)
     read = StepRecord(np.zeros((1, 1, 5), np.int32))  # pyright: ignore[reportArgumentType]
-    work = Chunks(options_of(sharp))
+    work = Chunks(options_of(sharp), 1)
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, StepRecord(packed)))
     monkeypatch.setattr(jax, "device_get", lambda tree: read)
     start = functools.partial(work.start, None, np.ones(1))

@@ -9,7 +9,15 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode import chunks
-from jspec.decode.auto import HORIZON, LADDER, PROBING, GammaChoice, Gammas, RowAcceptance, mean
+from jspec.decode.auto import (
+    HORIZON,
+    LADDER,
+    PROBING,
+    GammaChoice,
+    RowAcceptance,
+    choice_of,
+    mean,
+)
 from jspec.decode.draft import (
     Chain,
     ModelDraft,
@@ -26,7 +34,7 @@ from jspec.decode.state import Models
 from jspec.decode.stats import Stats
 from jspec.decode.step import speculative_step
 from jspec.policies import Dense, Quest
-from tests.decode.common import prompts, requests
+from tests.decode.common import options_of, prompts, requests
 
 STEPS = 16
 
@@ -282,20 +290,21 @@ def test_a_paused_drafter_is_as_if_it_had_drafted(sharp):
 
 def test_choices_are_remembered_by_what_times_depend_on(sharp, tiny):
     params = SamplingParams(max_new_tokens=8)
-    gammas = Gammas(StepConfig(draft=NgramDraft()))
-    state = start_decoding(sharp, [[1, 2]], params, gammas.longest)
-    result = gammas.choice(Models(sharp), state)
-    assert gammas.choice(Models(tiny), state) is result  # of the same shape
-    assert Gammas(StepConfig(draft=NgramDraft())).choice(Models(sharp), state) is result
-    assert Gammas(StepConfig(draft=NgramDraft(2))).choice(Models(sharp), state) is not result
-    wider = start_decoding(sharp, [[1, 2]] * 2, params, gammas.longest)
-    assert gammas.choice(Models(sharp), wider) is not result
+    config = StepConfig(max(LADDER), NgramDraft())
+    state = start_decoding(sharp, [[1, 2]], params, config)
+    result = choice_of(Models(sharp), state, config)
+    assert choice_of(Models(tiny), state, config) is result  # of the same shape
+    assert choice_of(Models(sharp), state, StepConfig(max(LADDER), NgramDraft())) is result
+    other = StepConfig(max(LADDER), NgramDraft(2))
+    assert choice_of(Models(sharp), state, other) is not result
+    wider = start_decoding(sharp, [[1, 2]] * 2, params, config)
+    assert choice_of(Models(sharp), wider, config) is not result
 
 
-@pytest.mark.parametrize("draft", [NgramDraft(), SelfDraft(), ModelDraft()], ids=str)
-def test_every_drafter_may_draft_as_long(draft):
+@pytest.mark.parametrize("draft", [NgramDraft(), SelfDraft()], ids=str)
+def test_every_drafter_may_draft_as_long(draft, tiny):
     """Beyond the 4 that self-drafts take unless told: their drafts may be accepted whole."""
-    assert list(Gammas(StepConfig(draft=draft)).configs) == [0, 1, 2, 4, 8, 16]
+    assert list(options_of(tiny, draft=draft, gamma="auto").configs) == [0, 1, 2, 4, 8, 16]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def watch(monkeypatch):
 )
 def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, expected):
     """Rows have committed 8, 3, 8 and 1 tokens in the last one."""
-    work = Chunks(options_of(sharp))
+    work = Chunks(options_of(sharp), 4)
     assert not work.looks_ahead(np.array(left), waiting=waiting)  # nobody knows how long chunks are
     work.last_s, work.paces = last_s, np.array([8, 3, 8, 1])
     assert work.looks_ahead(np.array(left), waiting=waiting) is expected
@@ -78,7 +78,7 @@ def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, expected)
 
 def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
     """As at stop tokens, of which no limit tells: one of three rows in each chunk."""
-    work, left = Chunks(options_of(sharp)), np.full(4, 99)
+    work, left = Chunks(options_of(sharp), 4), np.full(4, 99)
 
     def finished(count, done, tokens=(2, 1, 0, 1), filled=()):
         for _ in range(count):
@@ -342,7 +342,7 @@ def test_prompts_that_a_chunk_follows_are_timed_apart(sharp, monkeypatch):
     now = SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now.seconds)
     record = StepRecord(np.array([[[0, 0, 0, 1, 7]]]))  # pyright: ignore[reportArgumentType]
-    work, heard = Chunks(options_of(sharp)), []
+    work, heard = Chunks(options_of(sharp), 1), []
     work._acceptance = RowAcceptance(1, 1, work.options.steps, together=False)
     monkeypatch.setattr(Chunks, "_chunk", lambda self, state, config: (state, record))
 

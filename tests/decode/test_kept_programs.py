@@ -13,7 +13,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.decode.generation import generate
-from jspec.decode.programs import PROGRAMS, Programs, _Key
+from jspec.decode.programs import PROGRAMS, Programs, _key_of
 from jspec.decode.state import FlatModels, Models
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import NGRAM, STREAMING
@@ -70,7 +70,7 @@ def test_models_of_the_same_shapes_share_programs(tiny, compiled, monkeypatch):
     assert (compiled(), len(programs._compiled)) == (before, 1)
     assert first.signature == second.signature
     monkeypatch.setattr(first, "tree_flatten", None)  # nobody looks at its arrays again
-    assert _Key(norm, (first, x), {}) in programs._compiled
+    assert _key_of(norm, (first, x), {}) in programs._compiled
     wider = make_decoder(dataclasses.replace(TINY, hidden_size=48))
     other = FlatModels.of(Models(wider))
     programs(norm, other, x)

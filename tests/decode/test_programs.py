@@ -148,7 +148,7 @@ def test_a_chunk_is_read_in_one_copy(sharp, monkeypatch):
         return right(tree)
 
     monkeypatch.setattr(jax, "device_get", device_get)
-    chunks = Chunks(options)
+    chunks = Chunks(options, len(state.done))
     _, chunk = chunks.start(state, np.full(len(state.done), 8))
     record = chunks.finish(chunk)
     (on_device,) = read

@@ -117,8 +117,8 @@ def test_a_row_that_ends_within_a_chunk_counts_what_it_keeps():
     tally = Tally(3)
     steps = tally.add(record(drafted, accepted, committed, 3), np.array([9, 4, 0]))
     assert steps.tolist() == [3, 2, 0]
-    assert tally.drafted == (3 + 3 + 3) + (3 + 1)
-    assert tally.accepted == (3 + 1 + 2) + (2 + 1)
+    assert tally.attempts_at.sum() == (3 + 3 + 3) + (3 + 1)
+    assert tally.accepted_at.sum() == (3 + 1 + 2) + (2 + 1)
     assert tally.committed == 9 + 4
     assert tally.attempts_at.tolist() == [5, 4, 4]
     assert tally.accepted_at.tolist() == [5, 3, 1]
