@@ -30,7 +30,7 @@ from jspec.policies import Policy
 from jspec.processes import check_same, digest, from_first, versions
 from jspec.triton.attention import DTYPES, MAX_CHANNELS
 from jspec.triton.call import refuses_triton
-from jspec.typing import Model, ModelShape
+from jspec.typing import Model
 
 # What jspec reads of a model and of its config: see `jspec.Model`.
 OF_A_MODEL = ("config", "dtype", "logits", "__call__")
@@ -117,7 +117,11 @@ def _ids_of(index: int, prompt: Any) -> np.ndarray:
         )
     tokens = list(prompt)
     if set(map(type, tokens)) - {int}:  # a quick look, as prompts are long
-        tokens = [_id_of(index, token) for token in tokens]
+        numbers = [whole_number(token) for token in tokens]
+        if None in numbers:
+            bad = shown(tokens[numbers.index(None)])
+            raise TypeError(f"prompt {index} holds {bad}, which is no token id")
+        tokens = numbers
     try:
         return np.array(tokens, np.int64)
     except OverflowError:
@@ -128,13 +132,6 @@ def _is_listing(value: Any) -> bool:
     """Whether ``value`` has items in an order."""
     unordered = isinstance(value, (Set, Mapping)) or getattr(value, "ndim", 1) == 0
     return isinstance(value, Iterable) and not unordered
-
-
-def _id_of(index: int, token: Any) -> int:
-    number = whole_number(token)
-    if number is None:
-        raise TypeError(f"prompt {index} holds {shown(token)}, which is no token id")
-    return number
 
 
 def check_models(models: Models) -> None:
@@ -194,20 +191,13 @@ def check_request(models: Models, prompt: Prompt, params: SamplingParams) -> Non
             f"the prompt holds token {low if low < 0 else high}, outside the vocabulary "
             f"0..{config.vocab_size - 1}"
         )
-    _check_length(config, prompt, params)
-    if models.draft is not None:
-        try:
-            _check_length(models.draft.config, prompt, params)
-        except ValueError as error:
-            raise ValueError(f"for the draft model: {error}") from None
-
-
-def _check_length(config: ModelShape, prompt: Prompt, params: SamplingParams) -> None:
-    if len(prompt) + params.max_new_tokens > config.max_context:
+    for whose, model in (("", models.target), ("for the draft model: ", models.draft)):
+        if model is None or len(prompt) + params.max_new_tokens <= model.config.max_context:
+            continue
         raise ValueError(
-            f"the prompt has {len(prompt)} tokens, which with max_new_tokens="
-            f"{params.max_new_tokens} exceeds the context of {config.max_context}; shorten the "
-            "prompt, lower max_new_tokens or raise the context"
+            f"{whose}the prompt has {len(prompt)} tokens, which with max_new_tokens="
+            f"{params.max_new_tokens} exceeds the context of {model.config.max_context}; shorten "
+            "the prompt, lower max_new_tokens or raise the context"
         )
 
 
@@ -256,7 +246,7 @@ def check_exact(model: Model, cache_policy: Policy) -> None:
     docs/batch_invariance.md says why a token's bits follow from its own row alone where they can.
     ``cache_policy``: the policy whose columns its cache keeps.
     """
-    reason = refuses_triton() or _refuses_exact(model) or _refuses_policy(model, cache_policy)
+    reason = refuses_triton() or _refuses_exact(model, cache_policy)
     if reason is not None:
         raise BackendError(f"exact=True cannot serve this request: {reason}; leave exact out")
 
@@ -271,19 +261,22 @@ def check_started(exact: bool, step_exact: bool) -> None:
         )
 
 
-def _refuses_exact(model: Model) -> str | None:
-    """Why this model's passes cannot be exact, or None."""
-    if mesh_model(model) is not None or any(_devices(x) > 1 for x in jax.tree.leaves(model)):
+def _refuses_exact(model: Model, cache_policy: Policy) -> str | None:
+    """Why this model's passes over a cache with this policy's columns cannot be exact, or None."""
+    arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array)]
+    if mesh_model(model) is not None or any(len(x.sharding.device_set) > 1 for x in arrays):
         return "its weights lie on a mesh, where sums over devices follow the mesh"
     if not isinstance(model, Decoder):
         return f"{type(model).__name__} is no jspec.Decoder, whose products jspec runs"
     if str(model.dtype) not in DTYPES:
         return f"its weights of {model.dtype} are none of {', '.join(DTYPES)}"
-    return _refuses_config(model.config)
+    return _refuses_config(model.config, cache_policy)
 
 
-def _refuses_config(config: ModelConfig) -> str | None:
+def _refuses_config(config: ModelConfig, cache_policy: Policy) -> str | None:
     """Why no model of this config can be exact, or None."""
+    largest = max(max(spec.key_size, spec.value_size) for spec in config.layers)
+    storage = cache_policy.storage
     reasons = {
         "tiles of a mixture of experts follow its routing": config.experts is not None,
         "XLA computes the products of latent attention": config.latent is not None,
@@ -294,22 +287,9 @@ def _refuses_config(config: ModelConfig) -> str | None:
         f"XLA computes its activation {config.activation}": config.activation != "silu",
         "XLA computes the sigmoid of its sinks": config.sinks,
         "XLA computes the soft cap of its logits": config.logit_softcap is not None,
+        f"heads of {largest} channels are over {MAX_CHANNELS}": largest > MAX_CHANNELS,
+        f"{shown(cache_policy)} keeps keys in the host's memory, which the kernels do not read": (
+            storage is not None and bool(storage.layers(config.layers))
+        ),
     }
-    largest = max(max(spec.key_size, spec.value_size) for spec in config.layers)
-    reasons[f"heads of {largest} channels are over {MAX_CHANNELS}"] = largest > MAX_CHANNELS
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _refuses_policy(model: Model, cache_policy: Policy) -> str | None:
-    """Why a cache that keeps this policy's columns cannot be read exactly, or None."""
-    storage = cache_policy.storage
-    if storage is not None and storage.layers(model.config.layers):
-        return (
-            f"{shown(cache_policy)} keeps keys in the host's memory, which the kernels do not read"
-        )
-    return None
-
-
-def _devices(leaf: Any) -> int:
-    """How many devices an array of the model is on."""
-    return len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1

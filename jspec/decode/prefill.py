@@ -152,17 +152,15 @@ def _started(
     if (whole_number(chunk) or 0) < 1:
         raise ValueError(f"a prefill chunk of {shown(chunk)} tokens must be at least 1")
     on_mesh = mesh_model(models.target)
-    init_state = init_drafter_state
     if on_mesh is not None:
         on_mesh.check(config)
         models, sharding = on_mesh.placed(models), on_mesh.placing
-        init_state = jitted_init_drafter_state
     sharding = explicit_mesh_sharding(models) if sharding is None else sharding
     tokens, lengths = padded(ids, capacity)
     specs = models.target.config.layers
     cache = create_cache(config.cache_policy, specs, layouts, batch, dtype, sharding)
     cache = cache.with_lengths(jnp.asarray(lengths - 1))
-    drafter_state = init_state(models, config=config, batch=batch, capacity=capacity)
+    drafter_state = init_drafter_state(models, config=config, batch=batch, capacity=capacity)
     empty = place({"cache": cache, "draft": drafter_state}, sharding)
     cache, drafter_state = empty["cache"], empty["draft"]
     total = int(lengths.max()) - 1
@@ -286,6 +284,7 @@ def prefill_chunk(
         return on_mesh_of(models.target, config, piece, *args, like=(cache, drafter_state))
 
 
+@jax.jit(static_argnames=("config", "batch", "capacity"))
 def init_drafter_state(
     models: Models | FlatModels, config: StepConfig, batch: int, capacity: int
 ) -> Any:
@@ -298,11 +297,6 @@ def init_drafter_state(
     if mesh_model(models.target) is None:
         return init(models)
     return on_mesh_of(models.target, config, init, models, like=jax.eval_shape(init, models))
-
-
-jitted_init_drafter_state = jax.jit(
-    init_drafter_state, static_argnames=("config", "batch", "capacity")
-)
 
 
 def _float_dtype(dtype: DTypeLike) -> np.dtype:

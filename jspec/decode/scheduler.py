@@ -128,14 +128,14 @@ class Scheduler:
             group = list(itertools.islice(candidates, min(len(free), MAX_ROWS)))
             if not group:
                 break
-            count, tokens = self.prefill.group([request.prompt_tokens for request in group])
+            count, rows, size = self.prefill.group([request.prompt_tokens for request in group])
             # The first pass always fits: none has more than ``prefill.chunk`` tokens.
-            if spent_tokens + tokens > token_limit:
+            if spent_tokens + rows * size > token_limit:
                 break
-            spent_tokens += tokens
+            spent_tokens += rows * size
             group, slots = group[:count], free[:count]
             prompts, params = [_prompt(x) for x in group], [x.params for x in group]
-            state = self.prefill.fill(self._runner.state, slots, prompts, params)
+            state = self.prefill.fill(self._runner.state, rows, size, slots, prompts, params)
             self._fill(state, slots, group)
             self.prompt_tokens += sum(map(len, prompts))
         return spent_tokens

@@ -18,7 +18,6 @@ from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import (
     init_drafter_state,
-    jitted_init_drafter_state,
     pass_sizes,
     prefill_chunk,
     start_decoding,
@@ -57,11 +56,6 @@ class Row:
         """Tokens that are not in the cache yet."""
         return len(self.prompt) - 1 - self.done
 
-    @property
-    def prefix_tokens(self) -> np.ndarray:
-        """The tokens that are in the cache once the row is complete."""
-        return self.prompt[:-1]
-
 
 class SlotPrefill:
     """Prefills prompts for the slots of a running batch.
@@ -98,7 +92,7 @@ class SlotPrefill:
         )
         storage = options.config.cache_policy.storage
         self._has_passes = self._sharding is None and storage is None
-        self._prefixes: list[Row] = []
+        self._prefixes: dict[tuple[int, ...], Row] = {}
         self.current_row = self._fresh_row(np.zeros(1, np.int32))
 
     def started(self, rows: int) -> DecodeState:
@@ -129,7 +123,7 @@ class SlotPrefill:
         if self._has_passes:
             for size in self._sizes:
                 for rows in {1, self._max_rows(size)}:
-                    state = self._prefilled(state, size, rows, (), (), ())
+                    state = self.fill(state, rows, size, (), (), ())
         self.completion_of(state, self.current_row)
         return state
 
@@ -140,44 +134,31 @@ class SlotPrefill:
         fits = self._has_passes and len(prompt) - 1 <= self.chunk
         return fits and self._longest(prompt) is None
 
-    def group(self, lengths: Sequence[int]) -> tuple[int, int]:
+    def group(self, lengths: Sequence[int]) -> tuple[int, int, int]:
         """How many of the first prompts, short ones of these ``lengths``, go into one pass.
 
-        Also the tokens of that pass, padding included.
+        Also the rows of that pass, and the tokens of a row, padding included.
         """
-        count, size = 1, self._size_of(lengths[0])
-        for length in lengths[1:]:
-            larger = max(size, self._size_of(length))
-            if count + 1 > self._max_rows(larger):
-                break
-            count, size = count + 1, larger
-        return count, size if count == 1 else size * self._max_rows(size)
+        sizes = [next(size for size in self._sizes if n - 1 <= size) for n in lengths]
+        count = 1
+        while count < len(sizes) and count < self._max_rows(max(sizes[: count + 1])):
+            count += 1
+        size = max(sizes[:count])
+        return count, 1 if count == 1 else self._max_rows(size), size
 
     def fill(
         self,
         state: DecodeState,
+        rows: int,
+        size: int,
         slots: Sequence[int],
         prompts: Sequence[np.ndarray],
         params: Sequence[SamplingParams],
     ) -> DecodeState:
         """``state``, which is donated, with short prompts in ``slots``, by one pass.
 
-        ``prompts``: as many as `group` counts; ``params``: how they are to be decoded.
+        ``rows``, ``size``: of the pass, as `group` says; ``params``: how to decode the prompts.
         """
-        size = max(self._size_of(len(prompt)) for prompt in prompts)
-        rows = 1 if len(prompts) == 1 else self._max_rows(size)
-        return self._prefilled(state, size, rows, slots, prompts, params)
-
-    def _prefilled(
-        self,
-        state: DecodeState,
-        size: int,
-        rows: int,
-        slots: Sequence[int],
-        prompts: Sequence[np.ndarray],
-        params: Sequence[SamplingParams],
-    ) -> DecodeState:
-        """As `fill`, by a pass of so many ``rows`` of ``size`` tokens."""
         missing = rows - len(prompts)
         prompts = [*prompts, *[np.zeros(1, np.int32)] * missing]
         params = [*params, *[SamplingParams(seed=0)] * missing]
@@ -186,10 +167,6 @@ class SlotPrefill:
         packed = packed_rows(state, slots, prompts, params, self._ends, cache, None)
         static = {"size": size, "config": self._options.config}
         return self._programs(_prefill_slots, self._options.flat, state, packed, **static)
-
-    def _size_of(self, length: int) -> int:
-        """Tokens of a pass over a short prompt of ``length``."""
-        return next(size for size in self._sizes if length - 1 <= size)
 
     def _max_rows(self, size: int) -> int:
         """Rows of a pass over several prompts of ``size`` tokens each."""
@@ -202,7 +179,10 @@ class SlotPrefill:
         row, drafter_state, done = self.current_row, None, 0
         if (prefix := self._longest(prompt)) is not None:
             row.cache = row.drafter_state = None  # freed before there is another
-            row.cache, drafter_state = jax.tree.map(_copied, (prefix.cache, prefix.drafter_state))
+            row.cache, drafter_state = jax.tree.map(
+                lambda x: jax.device_put(x, x.sharding, may_alias=False),
+                (prefix.cache, prefix.drafter_state),
+            )
             done = prefix.done
         self.current_row = self._begun(prompt, row.cache, drafter_state, done)
 
@@ -232,7 +212,7 @@ class SlotPrefill:
 
     def has(self, tokens: np.ndarray) -> bool:
         """Whether ``tokens`` are a shared prefix."""
-        return any(np.array_equal(tokens, prefix.prefix_tokens) for prefix in self._prefixes)
+        return tuple(tokens.tolist()) in self._prefixes
 
     def prefix(self, tokens: np.ndarray) -> Row:
         """A row for a prefix, to be filled by `advance`."""
@@ -240,14 +220,11 @@ class SlotPrefill:
 
     def share(self, row: Row) -> None:
         """Share a complete prefix with all later prompts that begin with it."""
-        self._prefixes.append(row)
-        self._prefixes.sort(key=lambda prefix: -prefix.done)
+        self._prefixes[tuple(row.prompt[:-1].tolist())] = row
 
     def drop(self, tokens: np.ndarray) -> bool:
         """Free a prefix; False where these tokens are none."""
-        before = len(self._prefixes)
-        self._prefixes = [x for x in self._prefixes if not np.array_equal(x.prefix_tokens, tokens)]
-        return len(self._prefixes) < before
+        return self._prefixes.pop(tuple(tokens.tolist()), None) is not None
 
     def tokens_after_prefix(self, prompt: np.ndarray) -> int:
         """Prompt tokens after its longest shared prefix, the last one included."""
@@ -256,12 +233,13 @@ class SlotPrefill:
 
     def _longest(self, prompt: np.ndarray) -> Row | None:
         """The longest shared prefix that the prompt begins with."""
-        for prefix in self._prefixes:  # the longest comes first
-            if prefix.done < len(prompt) and np.array_equal(
-                prompt[: prefix.done], prefix.prefix_tokens
-            ):
-                return prefix
-        return None
+        fitting = [
+            prefix
+            for prefix in self._prefixes.values()
+            if prefix.done < len(prompt)
+            and np.array_equal(prompt[: prefix.done], prefix.prompt[: prefix.done])
+        ]
+        return max(fitting, key=lambda prefix: prefix.done, default=None)
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -282,7 +260,7 @@ class SlotPrefill:
         capacity = self._capacity
         if drafter_state is None:
             static = {"config": self._options.config, "batch": 1, "capacity": capacity}
-            drafter_state = self._programs(jitted_init_drafter_state, self._options.flat, **static)
+            drafter_state = self._programs(init_drafter_state, self._options.flat, **static)
         drafter_state = self._placed("draft", drafter_state)
         tokens, lengths = padded([prompt], capacity)
         cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths - 1)))
@@ -304,11 +282,6 @@ def _sum_of(done: Array, lengths: Array) -> Array:
     return done.sum() + lengths.sum()
 
 
-def _copied(x: Array) -> Array:
-    """A copy of ``x`` in the same memory."""
-    return jax.device_put(x, x.sharding, may_alias=False)
-
-
 @functools.partial(jax.jit, static_argnames=("size", "config"), donate_argnames="state")
 def _prefill_slots(
     models: FlatModels,
@@ -323,15 +296,10 @@ def _prefill_slots(
     """
     rows, slots = packed.unpacked(state)
     count, capacity = rows.tokens.shape
-    drafter_state = init_drafter_state(models, config, count, capacity)
-    columns, pages = jax.tree.map(
-        lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype),
-        (state.cache.columns, state.cache.pages),
-    )
-    cache = dataclasses.replace(rows.cache, columns=columns, pages=pages)
+    drafter_state = init_drafter_state(models, config=config, batch=count, capacity=capacity)
     cache, drafter_state = jax.tree.map(
-        lambda x: _shorter(x, size) if isinstance(x, Cache) else x,
-        (cache, drafter_state),
+        lambda x: _short(x, count, size) if isinstance(x, Cache) else x,
+        (dataclasses.replace(state.cache, lengths=rows.cache.lengths), drafter_state),
         is_leaf=lambda x: isinstance(x, Cache),
     )
     cache, drafter_state = prefill_chunk(
@@ -347,15 +315,16 @@ def _written(whole: Array, rows: Array, slots: Array) -> Array:
     return whole.at[(slots, *part)].set(rows, mode="drop")
 
 
-def _shorter(cache: Cache, size: int) -> Cache:
-    """The first ``size`` positions of each row."""
+def _short(cache: Cache, rows: int, size: int) -> Cache:
+    """An empty cache as ``cache``, with so many rows of at most ``size`` positions."""
     layouts = tuple(layout.grown(min(size, layout.size)) for layout in cache.layouts)
-    columns = tuple(
-        {name: x[:, : layout.size] for name, x in layer_columns.items()}
-        for layout, layer_columns in zip(layouts, cache.columns, strict=True)
-    )
-    pages = tuple(
-        {name: x[:, : -(-layout.size // cache.page)] for name, x in layer_pages.items()}
-        for layout, layer_pages in zip(layouts, cache.pages, strict=True)
-    )
+
+    def zeros(layers: Sequence[dict[str, Array]], page: int) -> tuple[dict[str, Array], ...]:
+        sizes = [-(-layout.size // page) for layout in layouts]
+        return tuple(
+            {name: jnp.zeros((rows, n, *x.shape[2:]), x.dtype) for name, x in arrays.items()}
+            for n, arrays in zip(sizes, layers, strict=True)
+        )
+
+    columns, pages = zeros(cache.columns, 1), zeros(cache.pages, cache.page)
     return dataclasses.replace(cache, columns=columns, layouts=layouts, pages=pages)

@@ -127,11 +127,9 @@ def draft(models: Models, state: DecodeState, config: StepConfig) -> tuple[Draft
     """Draft tokens, drawn with random numbers of this step's own where the law needs them."""
     if config.gamma == 0:
         return Drafted.empty(len(state.tokens), 0), state
-    fresh = config.rule == "block" or config.numbers_of_step
-    if not fresh or state.mode == "greedy":
-        return check_drafted(config, state, config.draft.draft(models, state, config.gamma))
     sampling = state.sampling
-    state = dataclasses.replace(state, sampling=sampling.in_block(state.lengths))
+    if state.mode != "greedy" and (config.rule == "block" or config.numbers_of_step):
+        state = dataclasses.replace(state, sampling=sampling.in_block(state.lengths))
     result = config.draft.draft(models, state, config.gamma)
     drafted, state = check_drafted(config, state, result)
     return drafted, dataclasses.replace(state, sampling=sampling)

@@ -71,9 +71,9 @@ def groups(engine, monkeypatch) -> list[int]:
     prefill, results = engine._scheduler.prefill, []
     right = prefill.fill
 
-    def fill(state, slots, *rest):
+    def fill(state, rows, size, slots, *rest):
         results.append(len(slots))
-        return right(state, slots, *rest)
+        return right(state, rows, size, slots, *rest)
 
     monkeypatch.setattr(prefill, "fill", fill)
     return results
@@ -104,14 +104,14 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
-        ([17] * 9, (8, 8 * 16)),  # 16 tokens of each, as the first step feeds the last one
-        ([17] * 2, (2, 8 * 16)),
-        ([17], (1, 16)),
-        ([1, 18, 1, 1], (4, 4 * 64)),
-        ([34] * 9, (4, 4 * 64)),  # 256 tokens of a pass
-        ([66] * 9, (1, 256)),  # one by one
-        ([17, 17, 17, 17, 66], (4, 8 * 16)),
-        ([17, 17, 66, 17], (2, 8 * 16)),  # in the order that they came in
+        ([17] * 9, (8, 8, 16)),  # 16 tokens of each, as the first step feeds the last one
+        ([17] * 2, (2, 8, 16)),
+        ([17], (1, 1, 16)),
+        ([1, 18, 1, 1], (4, 4, 64)),
+        ([34] * 9, (4, 4, 64)),  # 256 tokens of a pass
+        ([66] * 9, (1, 1, 256)),  # one by one
+        ([17, 17, 17, 17, 66], (4, 8, 16)),
+        ([17, 17, 66, 17], (2, 8, 16)),  # in the order that they came in
     ],
 )
 def test_short_prompts_share_a_pass_that_has_room_for_them(tiny, lengths, expected):
@@ -124,7 +124,7 @@ def test_no_pass_is_longer_than_a_slot(tiny):
     engine = engine_of(tiny, "none", slots=4, capacity=768, prefill_chunk=8192)
     prefill = engine._scheduler.prefill
     assert prefill._sizes == [48, 192, 768]
-    assert [prefill.group([length])[1] for length in (1, 600, 769)] == [48, 768, 768]
+    assert [prefill.group([length])[2] for length in (1, 600, 769)] == [48, 768, 768]
     assert not prefill.is_short(np.ones(770, np.int32))
 
 
