@@ -222,7 +222,7 @@ def fill_slot(
         )
     sizes = (capacity, state.cache.layouts, state.cache.keys(0).dtype, chunk)
     one = _started(checked, ids, rows, config, *sizes)
-    if jax.tree.structure(one.draft) != jax.tree.structure(state.draft):
+    if _row_shapes(one.draft) != _row_shapes(state.draft):
         raise ValueError(
             f"with draft={shown(config.draft)} and gamma={config.gamma} the drafter keeps other "
             "arrays than those of this batch; fill the slot with the draft and gamma that the "
@@ -237,6 +237,12 @@ def fill_slot(
     state = dataclasses.replace(state, mode=strongest([state.mode, one.mode]))
     packed = packed_rows(state, [index], ids, rows, ends, one.cache, one.draft)
     return insert_row(state, packed, index)
+
+
+def _row_shapes(drafter_state: Any) -> Any:
+    """The structure of a drafter's state, and the shapes of a row of its arrays."""
+    leaves, structure = jax.tree.flatten(drafter_state)
+    return structure, [x.shape[1:] for x in leaves]
 
 
 @jax.jit(static_argnames=("config", "size"), donate_argnames=("cache", "drafter_state"))

@@ -70,7 +70,7 @@ def accepted(
     is_last = index == lengths
     # No draft token follows the last one: it gets all of the chance.
     mass = jnp.where(is_last, token_chance, jnp.pad(masses, ((0, 0), (0, 1))))
-    whole = jnp.where(is_last, jnp.uint64(ONE), mass + (ONE - token_chance))
+    whole = mass + (ONE - token_chance)
     ends = (uint64.high64(numbers, whole) < mass) | (token_chance == ONE)
     return jnp.where(ends & (index <= lengths), index, 0).max(axis=1)
 

@@ -113,12 +113,28 @@ def test_other_layouts_hold_what_they_say(layout, tokens):
         positions = np.where(positions < ends[:, None], positions, -1).astype(np.int32)
         piece = np.take_along_axis(texts, np.maximum(positions, 0)[:, :, None, None], axis=1)
         piece = jnp.asarray(piece)
+        # Of a slot that is written twice, a GPU may keep either token.
+        slots = np.asarray(cache.slots(0, jnp.asarray(positions)))
+        written = [row[row < layout.size].tolist() for row in slots]
+        assert [len(set(row)) for row in written] == [len(row) for row in written]
         cache = cache.append(0, jnp.asarray(positions), keys=piece, values=-piece)
     stored = np.asarray(layout.slot_positions(jnp.asarray(ends - 1, jnp.int32)))
     for row, slot in np.argwhere(stored >= 0):
         np.testing.assert_array_equal(cache.keys(0)[row, slot], texts[row, stored[row, slot]])
         np.testing.assert_array_equal(cache.values(0)[row, slot], -texts[row, stored[row, slot]])
     assert (stored >= 0).sum(axis=1).tolist() == np.minimum(ends, layout.size).tolist()
+
+
+def test_pages_grow_to_hold_every_position():
+    """The last page of 5 positions has fewer of them; what the pages hold stays."""
+    shapes = {"low": ((HEADS, SIZE), None)}
+    cache = create((PLAIN,), LinearLayout(12), pages=lambda layer, spec: shapes, page=5)
+    low = random(BATCH, 3, HEADS, SIZE)
+    cache = dataclasses.replace(cache, pages=({"low": jnp.asarray(low)},))
+    for capacity, count in ((24, 5), (44, 9)):
+        cache = cache.grown(capacity)
+        assert cache.pages[0]["low"].shape == (BATCH, count, HEADS, SIZE)
+    np.testing.assert_array_equal(cache.pages[0]["low"][:, :3], low)
 
 
 def test_a_cache_is_a_pytree_that_keeps_what_is_static(full):

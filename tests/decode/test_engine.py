@@ -214,9 +214,9 @@ def test_the_next_prompt_is_prefilled_while_all_slots_are_full(engine, behind):
     """It begins to decode in the step after that in which a slot comes free."""
     slow = SamplingParams(max_new_tokens=60, draft_limit=0)
     full = [engine.submit([1, 2], slow) for _ in range(3)]
-    waiting = engine.submit(prompts((66,))[0], SamplingParams(max_new_tokens=5))
     while not all(request.tokens for request in full):
         engine.step()
+    waiting = engine.submit(prompts((66,))[0], SamplingParams(max_new_tokens=5))
     for _ in range(3):
         engine.step()
     full[1].cancel()
@@ -224,6 +224,26 @@ def test_the_next_prompt_is_prefilled_while_all_slots_are_full(engine, behind):
     engine.step()
     assert waiting.tokens
     engine.run()
+
+
+def test_a_prompt_begins_with_what_its_drafter_has_after_its_prefix(tiny):
+    """And not with what the drafter had after the last prompt."""
+    prefill, prefix = engine_of(tiny, "suffix")._scheduler.prefill, np.arange(20, dtype=np.int32)
+
+    def check(expected):
+        states = (prefill.current_row.drafter_state, expected)
+        jax.tree.map(np.testing.assert_array_equal, *jax.device_get(states))
+
+    first = jax.device_get(prefill.current_row.drafter_state)
+    other = jax.tree.map(lambda x: jax.device_put(x + 1), first)
+    prefill.current_row.drafter_state = other
+    prefill.begin(np.ones(90, np.int32))
+    check(first)
+    row = prefill.prefix(prefix)
+    row.drafter_state, row.done = other, len(prefix)
+    prefill.share(row)
+    prefill.begin(np.append(prefix, 5))
+    check(other)
 
 
 # --- prefixes ------------------------------------------------------------------------------------

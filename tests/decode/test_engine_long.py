@@ -74,6 +74,21 @@ def test_a_long_prompt_gets_every_other_step(small_pieces):
     engine.run()
 
 
+def test_the_last_piece_of_a_long_prompt_waits_for_no_short_one(small_pieces, behind):
+    """A piece and a token, by a step of a piece each, as one slot is free."""
+    engine = small_pieces
+    full = [engine.submit([1, 2], SamplingParams(max_new_tokens=90)) for _ in range(2)]
+    steps_until(engine, full[-1])
+    long = engine.submit(LONG_PROMPT[: PIECE + 2], FEW)
+    engine.step()
+    short = engine.submit([1, 2, 3], FEW)
+    engine.step()
+    assert long.tokens
+    assert not short.tokens
+    for request in (*full, long, short):
+        request.cancel()
+
+
 def test_short_prompts_wait_for_slots(small_pieces, behind):
     engine = small_pieces
     full = [engine.submit([1, 2], SamplingParams(max_new_tokens=90)) for _ in range(3)]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from jspec.config import SamplingParams
-from jspec.decode.draft import ModelDraft, NgramDraft, NoDraft, SelfDraft
+from jspec.decode.draft import GuidedDraft, ModelDraft, NgramDraft, NoDraft, SelfDraft
 from jspec.decode.generation import generate
 from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.rows import grow_capacity
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
-from jspec.policies import Streaming
+from jspec.policies import Streaming, Vegas
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
 from tests.policies.common import NormTopK
@@ -101,11 +101,16 @@ def test_a_newcomer_takes_the_rings_of_the_batch(windowed):
         assert batch.tokens[0, begin : batch.lengths[0]].tolist() == list(alone)
 
 
-def test_a_drafter_with_other_rings_is_refused(windowed, tiny):
+def test_a_drafter_with_other_rings_or_arrays_is_refused(windowed, tiny):
     models, params = Models(tiny, windowed), SamplingParams(max_new_tokens=6)
     state = start_decoding(models, [[1, 2]], params, StepConfig(4, ModelDraft()))
     with pytest.raises(ValueError, match=r"gamma=2 the drafter keeps other arrays .* started with"):
         fill_slot(models, state, 0, [3], params, StepConfig(2, ModelDraft()))
+    # What a guide has for a longer draft would stay from the last request of the slot.
+    guided = GuidedDraft(Vegas(budget=8, least=0))
+    state = start_decoding(tiny, [[1]], params, StepConfig(4, guided))
+    with pytest.raises(ValueError, match="gamma=2 the drafter keeps other arrays"):
+        fill_slot(tiny, state, 0, [3], params, StepConfig(2, guided))
 
 
 def test_filling_a_slot_takes_the_state(tiny):

@@ -18,6 +18,7 @@ from jspec.helix.attention import all_to_all_merge
 from jspec.helix.mesh import STRATEGIES, Strategy
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.merge import merge_attention
+from jspec.policies.read import selected_slots
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 BLOCK, SIZE = 4, 8
@@ -41,26 +42,32 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
 
 
-def reference(q, k, v, begin: int, window: int | None = None) -> np.ndarray:
-    """One row: ``q [T, N, H]`` at positions from ``begin`` on over ``k, v [S, K, H]``."""
+def reference(q, k, v, begin: int, window: int | None = None, sinks=None) -> np.ndarray:
+    """One row: ``q [T, N, H]`` at positions from ``begin`` on over ``k, v [S, K, H]``.
+
+    A sink of each head, ``sinks [N]``, takes its share of the softmax.
+    """
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1).astype(np.float64) for x in (k, v))
     out = np.zeros((*q.shape[:2], v.shape[-1]))
     for token in range(len(q)):
         last = begin + token + 1
         first = 0 if window is None else max(last - window, 0)
         scores = np.einsum("nh,snh->ns", q[token], k[first:last]) / np.sqrt(q.shape[-1])
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
+        weights = np.exp(scores)
+        of_sinks = 0 if sinks is None else np.exp(np.float64(sinks))[:, None]
+        weights /= weights.sum(axis=1, keepdims=True) + of_sinks
         out[token] = np.einsum("ns,snh->nh", weights, v[first:last])
     return out
 
 
-def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int, up=None):
+def attended(
+    helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int, up=None, sinks=None
+):
     """``q`` of ``tokens`` after each of ``lengths``, in a cache that was poisoned before.
 
     The prefix comes in two passes, whose queries are its keys; then a draft that is rejected, and
     what takes its place. Outputs of the prefix, of ``q``, and the cache. With ``up``, the map of
-    latent attention's values, ``v`` is in the keys.
+    latent attention's values, ``v`` is in the keys, and there are no ``sinks [N]``.
     """
     specs, capacity = (spec,), k.shape[1]
     layouts = layouts_on(helix, specs, capacity, tokens - 1)
@@ -70,14 +77,14 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int,
         cache = Cache.create(specs, layouts, len(lengths), jnp.float32)
         return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim == 4 else x, cache)
 
-    def body(cache, q, k, v):
+    def body(cache, q, k, v, sinks):
         cache = part_of(helix, cache)
         half = capacity // 2
 
         def run(q, k, v, positions, cache):
             attend: Any = jspec.policies.DenseAttend(positions)
             if up is None:
-                return attend(0, q, k, v, cache)
+                return attend(0, q, k, v, cache, sinks=sinks)
             return attend(0, q, k, None, cache, up=jnp.asarray(up))
 
         prefix = []
@@ -100,10 +107,10 @@ def attended(helix: HelixConfig, spec: LayerSpec, q, k, v, lengths, tokens: int,
     run = jax.shard_map(
         body,
         mesh=helix.mesh,
-        in_specs=(spec_of, heads, heads, heads),
+        in_specs=(spec_of, heads, heads, heads, P("tpa")),
         out_specs=(*[P(None, None, helix.axes)] * 2, spec_of),
     )
-    return jax.jit(lambda *arrays: run(poisoned(), *arrays))(q, k, v)
+    return jax.jit(lambda *arrays: run(poisoned(), *arrays))(q, k, v, sinks)
 
 
 def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) -> None:
@@ -118,12 +125,13 @@ def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) ->
             [(tokens, num_heads, SIZE), (64, kv_heads, SIZE), (64, kv_heads, SIZE)]
         )
     )
-    prefix, out, cache = attended(helix, spec, q, k, v, LENGTHS, tokens)
+    sinks = random(num_heads, seed=3)
+    prefix, out, cache = attended(helix, spec, q, k, v, LENGTHS, tokens, sinks=sinks)
     for row, length in enumerate(LENGTHS):
-        right = reference(q[row], k[row], v[row], length, window)
+        right = reference(q[row], k[row], v[row], length, window, sinks)
         np.testing.assert_allclose(out[row], right, rtol=1e-5, atol=1e-5)
         queries = np.repeat(k[row, :length], num_heads // kv_heads, axis=1)
-        right = reference(queries, k[row], v[row], 0, window)
+        right = reference(queries, k[row], v[row], 0, window, sinks)
         np.testing.assert_allclose(prefix[row, :length], right, rtol=1e-5, atol=1e-5)
     # Every device holds its share and no more.
     slots = 64 if window is None else min(window + tokens, 64)
@@ -276,10 +284,11 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
         layout = whole.part("kvp")
         slots = jnp.arange(layout.size, dtype=jnp.int32)
         parts = layout.slots(positions), layout.slot_positions(newest), layout.at(slots)
-        return jax.tree.map(lambda x: x[None], (*parts, layout.last_slots(positions)))
+        read = selected_slots(layout, positions[None], positions[None])[:2]
+        return jax.tree.map(lambda x: x[None], (*parts, layout.last_slots(positions), read))
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=(), out_specs=P("kvp"))
-    slots, stored, at, last_slots = map(np.asarray, jax.jit(run)())
+    slots, stored, at, last_slots, read = jax.device_get(jax.jit(run)())
     np.testing.assert_array_equal(
         np.concatenate(list(stored), axis=1), whole.slot_positions(newest)
     )
@@ -287,6 +296,9 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
     ranks, local = np.divmod(np.asarray(whole.slots(positions)), share)
     for rank in range(4):
         np.testing.assert_array_equal(slots[rank], np.where(ranks == rank, local, share))
+        for of_positions in read:  # selected ones, and new ones: -1 where another device has them
+            expected = np.where(ranks == rank, local, -1)
+            np.testing.assert_array_equal(of_positions[rank, 0], expected)
         if wraps:
             continue
         upto = [((at[rank] <= position) & (position >= 0)).sum() for position in range(-1, 64)]

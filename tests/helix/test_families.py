@@ -54,7 +54,7 @@ VEGAS = jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0))
 @pytest.mark.parametrize(
     ("name", "axes", "draft"),
     [
-        ("gpt_oss", {"kvp": 2, "tpa": 2, "ep": 4}, None),
+        pytest.param("gpt_oss", {"kvp": 2, "tpa": 2, "ep": 4}, None, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"kvp": 2, "tpa": 2}, VEGAS, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"kvp": 4}, NGRAM, marks=pytest.mark.slow),
         pytest.param("gpt_oss", {"kvp": 2, "strategy": "medha"}, None, marks=pytest.mark.slow),

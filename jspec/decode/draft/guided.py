@@ -38,14 +38,10 @@ class Guide:
     picked: tuple[Array | None, ...]
     since: Array
 
-    def guidance(self, context_len: Array, hashes: Any) -> Guidance:
-        """What passes of a draft read below ``context_len [B]``: ``picked``, and ``since``."""
-        # Steps of a smaller gamma leave entries of the slot's last request in ``since``.
-        since = jnp.where(self.since < context_len[:, None], self.since, -1)
-        read = (
-            None if positions is None else with_since(positions, since) for positions in self.picked
-        )
-        return Guidance(tuple(read), since, hashes)
+    def guidance(self, hashes: Any) -> Guidance:
+        """What passes of a draft read: ``picked``, and ``since``."""
+        read = (None if x is None else with_since(x, self.since) for x in self.picked)
+        return Guidance(tuple(read), self.since, hashes)
 
     def partition_specs(self, tpa_axes: Any, kvp_axes: Any) -> Any:
         """The `PartitionSpec` of each array: a device picks of its own positions, and heads."""
@@ -136,7 +132,7 @@ class GuidedDraft(SparseDrafter):
     def view(
         self, models: Models, drafter_state: Guide, context_len: Array
     ) -> tuple[Guided, Guidance]:
-        return self.policy, drafter_state.guidance(context_len, models.policy)
+        return self.policy, drafter_state.guidance(models.policy)
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         guide: Guide = state.draft
