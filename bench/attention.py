@@ -157,6 +157,10 @@ def check_case(case: Case) -> None:
 
 
 CONTEXTS = product(B=(4,), S=("2K", "4K", "8K", "16K", "32K", "64K", "128K", "256K"))
+SMALL_MODELS = [  # SmolLM2-135M's heads, then those of Qwen2.5-0.5B
+    *product(B=(1, 8, 96), S=("7K",), heads=("9/3",), H=(64,), T=(1, 6)),
+    *product(B=(1, 8, 64), S=("30K",), heads=("14/2",), H=(64,), T=(1, 6)),
+]
 SCORED_DEFAULT = {key: DEFAULT[key] for key in ("B", "S", "heads", "H", "T")}
 SCORED_CASES = [
     *product(B=(4,), S=("128K",), heads=("32/8",), T=(2, 6, 10, 16)),
@@ -191,6 +195,7 @@ SUITE = suite_of(
             *("B=8,heads=32/32", "B=8", "B=4,S=128K,T=10", "B=1,S=256K", "B=1,S=128K,T=10"),
             *("B=8,heads=64/8,H=64,T=12", "B=8,S=64K,lengths=ragged", "B=1,S=8K", "B=32,S=8K"),
             *("B=32,S=8K,T=10", *CONTEXTS, *product(B=(4,), T=(2, 4, 8, 10, 16))),
+            *SMALL_MODELS,
         ],
         quick=["B=8", "B=4,S=128K,T=10", "B=8,S=64K,lengths=ragged", "B=1,S=8K"],
         cpu=["B=1,S=2K", "B=1,S=8K", "B=1,S=8K,T=10", "B=4,S=2K,lengths=ragged"],

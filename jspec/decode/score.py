@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
@@ -149,8 +150,21 @@ def _log_probabilities(
     """The arrays of `TokenScores` by ``logits [B, T, V]``, sharded over ``axes``."""
     vocabulary = Vocabulary(logits.shape[-1], axes)
     highest = vocabulary.max(logits.max(axis=-1))
-    total = vocabulary.sum(jnp.exp(logits - highest[..., None]).sum(axis=-1))
+    total = vocabulary.sum(_sum_by_halves(jnp.exp(logits - highest[..., None])))
     log_total = jnp.log(total)
     top, top_tokens = vocabulary.top(logits, count)
     chosen = vocabulary.of_tokens(logits, tokens) - highest - log_total
     return chosen, top_tokens, top - highest[..., None] - log_total[..., None]
+
+
+def _sum_by_halves(x: Array) -> Array:
+    """The sum over the last axis. Its order, unlike that of a reduction, is that of its size alone.
+
+    So the bits of a row do not depend on its batch. The barriers keep the halves apart: fused, each
+    number of the last one would compute all those before it.
+    """
+    while x.shape[-1] > 1:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
+        first, second = jnp.split(x, 2, axis=-1)
+        x = lax.optimization_barrier(first + second)
+    return x[..., 0]
