@@ -14,18 +14,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Workers share what they compile, and the next run finds it.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# Compiling is most of what tests do on a CPU, and no optimisation changes a whole number. Modules
-# that look at floats bit by bit ask for `optimised`.
+# Compiling is most of what tests do on a CPU, and no optimisation changes a whole number. `.ci/run`
+# runs the tests of floats and of copies a second time, with all of XLA's optimisations.
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "0") == "1"
+JAX_0_10 = version("jax").startswith("0.10.")
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 # The workers are as many as the cores: one module a program compiles in less time than many.
 _TEST_FLAGS = ["xla_force_host_platform_device_count=8", "xla_cpu_parallel_codegen_split_count=1"]
 # The code of fusion emitters takes longer to compile. Each jaxlib knows one way to do without.
-if version("jaxlib").startswith("0.10."):
+if JAX_0_10:
     _TEST_FLAGS.append("xla_cpu_use_fusion_emitters=false")
-elif QUICK:
+elif os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1":
     _TEST_FLAGS.append("xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
 for _flag in _TEST_FLAGS:
     if _flag.partition("=")[0] not in _FLAGS:
@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax._src.interpreters import mlir
 
 import jspec
 from jspec.config import ModelConfig
@@ -133,6 +134,16 @@ def _clear_programs():
     gc.collect()
 
 
+@pytest.fixture(scope="module", autouse=JAX_0_10)
+def _lower_in_one_context():
+    """Lower all programs of a module in one MLIR context. JAX 0.10 makes one for each, in a quarter
+    of the time that a small program takes; later ones reuse theirs."""
+    context = mlir.make_ir_context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlir, "make_ir_context", lambda: context)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Decoder:
     """One layer of random weights: its text wanders, and drafts are often rejected."""
@@ -166,16 +177,6 @@ def short_command(monkeypatch, short_bundled):
         return copy.copy(short_bundled) if path == bundled_path() else right(path, **settings)
 
     monkeypatch.setattr("jspec.cli.generate.load_model", load_model)
-
-
-@pytest.fixture(scope="module")
-def optimised():
-    """All of XLA's optimisations, for modules about what they may do to a program or a float."""
-    jax.clear_caches()
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", QUICK)
-    jax.clear_caches()
 
 
 @pytest.fixture

@@ -45,8 +45,6 @@ COPIES = {
 if not CPU:
     COPIES["xla_blocked"] = "XLA transposes the whole cache for its batched products on a GPU"
 
-pytestmark = pytest.mark.usefixtures("optimised")
-
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:

@@ -31,9 +31,6 @@ from tests.ops.laws import (
     to_uint64,
 )
 
-# XLA may then fuse products with sums, which rounds once in place of twice.
-pytestmark = pytest.mark.usefixtures("optimised")
-
 BOUND = 1e-6  # of total variation
 
 

@@ -29,9 +29,6 @@ from tests.ops.laws import (
     to_uint64,
 )
 
-# XLA may then fuse products with sums, which rounds once in place of twice.
-pytestmark = pytest.mark.usefixtures("optimised")
-
 # --- numbers -----------------------------------------------------------------------------------
 
 

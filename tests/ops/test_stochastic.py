@@ -15,9 +15,6 @@ from jspec.ops.stochastic import VERIFY_STOCHASTIC, verify_stochastic
 from jspec.ops.verify import Verified
 from tests.ops.laws import GREEDY, SAMPLED, sampling_of
 
-# XLA may then fuse products with sums, which rounds once in place of twice.
-pytestmark = pytest.mark.usefixtures("optimised")
-
 GAMMA = 3
 FILTERS = [
     SAMPLED,

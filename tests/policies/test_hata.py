@@ -20,9 +20,6 @@ from jspec.policies.pass_state import PassState
 from jspec.policies.policy import columns_of, create_cache
 from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, random
 
-# About floats bit by bit.
-pytestmark = pytest.mark.usefixtures("optimised")
-
 POLICY = Hata(budget=8, sinks=1, recent=2, dense_layers=0, bits=32)
 SPECS = (SPEC, dataclasses.replace(SPEC, scale=0.7, softcap=2.0))
 
