@@ -103,7 +103,7 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     _check_cases(parser, asked.case, names)
     cases = tuple(asked.case)
     resume = asked.json if asked.resume else None
-    settings = Settings(asked.quick, asked.check, only, cases, model, resume)
+    settings = Settings(asked.quick, only, cases, model, resume)
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
     good = True
@@ -183,12 +183,6 @@ def _parser() -> argparse.ArgumentParser:
         help="a case instead of the suite's defaults, such as B=4,S=128K,T=10; may be repeated",
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
-    parser.add_argument(
-        "--check",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compare outputs with expected ones; without it nothing is timed",
-    )
     parser.add_argument("--json", metavar="F", type=Path, help="write the result; `all`: a folder")
     parser.add_argument("--resume", action="store_true", help="real: continue the result of --json")
     parser.add_argument(

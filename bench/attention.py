@@ -147,13 +147,14 @@ def near(expected: np.ndarray) -> Callable[[Any], bool]:
     return check
 
 
-def check_case(case: Case) -> None:
-    """Raise `ValueError` where the shortest row has fewer slots than there are queries."""
+def checked(case: Case) -> Case:
+    """The case; raises `ValueError` where the shortest row has fewer slots than queries."""
     shortest = case["S"] if case.get("lengths") != "ragged" else case["S"] // 4
     if case["T"] > shortest:
         raise ValueError(f"T={case['T']} must be at most {shortest}, the shortest row's slots")
     if case.get("n", 0) + case["T"] > case["S"]:
         raise ValueError(f"n={case['n']} and T={case['T']} must fit into S={case['S']}")
+    return case
 
 
 CONTEXTS = product(B=(4,), S=("2K", "4K", "8K", "16K", "32K", "64K", "128K", "256K"))
@@ -173,7 +174,7 @@ def _scored(operation: Any, setup: Callable[[Case], Setup]) -> OperationBenchmar
         operation=operation,
         setup=lambda case: setup(case | {"lengths": "full"}),
         default=SCORED_DEFAULT,
-        check_case=check_case,
+        complete=checked,
         gpu=SCORED_CASES,
         quick=SCORED_CASES[:1],
         cpu=product(B=(1,), S=("2K",), heads=("8/2",), H=(64,), T=(2, 8)),
@@ -190,7 +191,7 @@ SUITE = suite_of(
         rivals=rivals.NAMES,
         default=DEFAULT,
         choices=CHOICES,
-        check_case=check_case,
+        complete=checked,
         gpu=[
             *("B=8,heads=32/32", "B=8", "B=4,S=128K,T=10", "B=1,S=256K", "B=1,S=128K,T=10"),
             *("B=8,heads=64/8,H=64,T=12", "B=8,S=64K,lengths=ragged", "B=1,S=8K", "B=32,S=8K"),
@@ -211,7 +212,7 @@ SUITE = suite_of(
             "indices": "shared",
         },
         choices=CHOICES,
-        check_case=check_case,
+        complete=checked,
         gpu=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head", "S=32K,n=2K"],
         quick=["", "S=32K,n=512,heads=32/32,indices=per-head"],
         cpu=["B=1,S=8K,n=512", "B=1,S=8K,n=512,heads=32/32,indices=per-head"],

@@ -59,7 +59,7 @@ def search(table: Table, benchmarks: Sequence[OperationBenchmark]) -> Table:
 
 def _searched(table: Table, benchmark: OperationBenchmark, backend: str) -> Rules:
     """The rules of a backend, each with the fastest block sizes."""
-    rules, settings = list(table.blocks[benchmark.name][backend]), Settings(True, only=(backend,))
+    rules, settings = list(table.blocks[benchmark.name][backend]), Settings(True, (backend,))
     by_rule: dict[int, list[tuple[OperationBenchmark, Case]]] = {}
     with bar(f"{benchmark.name}, {backend}", len(rules)) as advance:
         for case in benchmark.grid(settings):
@@ -108,6 +108,6 @@ def _microseconds(
     """The time of a case by these block sizes, None where it fails or is wrong."""
     jax.clear_caches()  # programs traced with other block sizes
     with tuned.use_blocks(trial):
-        rows = benchmark.measure(case, settings)
+        rows = list(benchmark.rows(case, settings))
     times = [time.median for row in rows if (time := best_clock(row)) is not None]
     return min(times, default=None)

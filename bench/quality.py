@@ -8,7 +8,7 @@ depend on the machine, but for rounding in bfloat16.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,34 +62,12 @@ def drafters(percent: float) -> dict[str, str]:
     return drafts(ratio) | {"hata": f"hata:budget={ratio},dense_layers=0"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Quality(Benchmark):
-    """What ``rows(model, tokenizer, case, settings)`` measures of the bundled model."""
-
-    operation: str
-    compared: tuple[str, ...]
-    rows: Callable[[jspec.Decoder, jspec.Tokenizer, Case, Settings], Iterator[Row]]
-
-    @property
-    def name(self) -> str:
-        return self.operation
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.compared
-
-    def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
-        model, tokenizer = jspec.load_bundled()
-        yield from self.rows(model, tokenizer, case, settings)
-
-
 # Policies that read
 
 
-def read(
-    model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: Case, settings: Settings
-) -> Iterator[Row]:
+def read(case: Case, settings: Settings) -> Iterator[Row]:
     """A row for each policy and budget; all share one prefill of a question."""
+    model, tokenizer = jspec.load_bundled()
     pairs: list[tuple[str, float | None]] = [(DENSE, None)]
     pairs += [
         (name, budget) for budget in BUDGETS[: 1 if settings.quick else 2] for name in POLICIES
@@ -134,10 +112,9 @@ def scores_of(
 # Drafts that are accepted
 
 
-def drafted(
-    model: jspec.Decoder, tokenizer: jspec.Tokenizer, case: Case, settings: Settings
-) -> Iterator[Row]:
+def drafted(case: Case, settings: Settings) -> Iterator[Row]:
     """A row for each drafter; all start from one prefill of the same texts."""
+    model, tokenizer = jspec.load_bundled()
     exact, sampling = case["exact"] == "yes", case["sampling"]
     texts_of = drafters(case["percent"])
     first = PLAIN, REFERENCE  # what others are compared with
@@ -168,7 +145,7 @@ def drafted(
                 reason = failure(name, error).reason
                 yield row("draft", case, name, checked=False, reason=reason)
                 continue
-            yield row("draft", case, name, **figures_of(measured, reference, settings))
+            yield row("draft", case, name, **figures_of(measured, reference))
             if name == REFERENCE:
                 reference = per_text(measured)
             advance()
@@ -179,13 +156,12 @@ def per_text(measured: Row) -> np.ndarray:
     return np.array(measured["tokens"]) / np.array(measured["steps"])
 
 
-def figures_of(measured: Row, reference: np.ndarray | None, settings: Settings) -> Row:
+def figures_of(measured: Row, reference: np.ndarray | None) -> Row:
     """The figures of a row of drafts.
 
     Args:
         measured: what `bench.real.cell.Cell.answers` returned.
         reference: `per_text` of `REFERENCE`, None if it did not run before.
-        settings: without their check nothing is right.
     """
     figures = {
         "length": sum(measured["tokens"]) / sum(measured["steps"]),
@@ -195,7 +171,7 @@ def figures_of(measured: Row, reference: np.ndarray | None, settings: Settings) 
             for key in ("identical_rows", "compared", "flip_margins")
             if key in measured
         },
-        "checked": measured["checked"] if settings.check else None,
+        "checked": measured["checked"],
     }
     if "identical_rows" in measured:
         figures["flips"] = measured["rows"] - measured["identical_rows"]
@@ -209,17 +185,17 @@ def figures_of(measured: Row, reference: np.ndarray | None, settings: Settings) 
     return figures
 
 
-READING = Quality(
-    operation="read",
+READING = Benchmark(
+    name="read",
     default=READ,
     gpu=["S=8K", "S=32K"],
     quick=["S=2K,questions=1"],
     cpu=["S=2K,questions=1", "S=8K"],
-    compared=POLICIES,
+    names=POLICIES,
     rows=read,
 )
-DRAFTING = Quality(
-    operation="draft",
+DRAFTING = Benchmark(
+    name="draft",
     default=DRAFT,
     choices=CHOICES,
     gpu=[
@@ -229,7 +205,7 @@ DRAFTING = Quality(
     ],
     quick=["S=8K,texts=4,B=4,new=64"],
     cpu=["S=256,texts=2,B=2,new=12,gamma=3", "texts=4,B=4,new=64"],
-    compared=tuple(drafters(7)),
+    names=tuple(drafters(7)),
     rows=drafted,
 )
 SUITE = dataclasses.replace(

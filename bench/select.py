@@ -69,18 +69,20 @@ def hash_select_setup(case: Case) -> Setup:
     return Setup(arguments, equals(slots), k.nbytes + slots.nbytes, static)
 
 
-def check_select(case: Case) -> None:
-    """Raise `ValueError` where more slots are to be selected than there are."""
+def checked_select(case: Case) -> Case:
+    """The case; raises `ValueError` where more slots are to be selected than there are."""
     if case["k"] > case["n"]:
         raise ValueError(f"k={case['k']} must be at most n={case['n']}")
+    return case
 
 
-def check_codes(case: Case) -> None:
-    """Raise `ValueError` for a code size without kernels, or more selected slots than there are."""
+def checked_codes(case: Case) -> Case:
+    """The case; raises `ValueError` for a code size without kernels, or too many slots."""
     if case["R"] not in BITS:
         raise ValueError(f"R={case['R']} must be one of {', '.join(map(str, BITS))}")
     if case.get("n", 0) > case.get("S", 0):
         raise ValueError(f"n={case['n']} must be at most S={case['S']}")
+    return case
 
 
 CODE_CASES = ["", "heads=32/8", "B=1,S=256K,n=4K", "B=1,S=128K,n=2K,heads=32/8", "R=256"]
@@ -94,7 +96,7 @@ SUITE = suite_of(
         rivals=rivals.NAMES,
         default={"rows": 8, "n": 2**20, "k": 8192, "scores": "float32"},
         choices={"scores": ("0..128", "float32", "bfloat16")},
-        check_case=check_select,
+        complete=checked_select,
         gpu=[
             *("rows=256,n=32K,k=512,scores=0..128", "rows=256,n=32K,k=512"),
             *("rows=256,n=32K,k=512,scores=bfloat16", "", "rows=32,n=128K,k=2K"),
@@ -108,7 +110,7 @@ SUITE = suite_of(
             operation=operation,
             setup=setup,
             default=CODES,
-            check_case=check_codes,
+            complete=checked_codes,
             gpu=CODE_CASES,
             quick=CODE_CASES[:2],
             cpu=["B=1,S=8K,n=128,heads=8/2"],

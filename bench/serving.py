@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 import jspec
-from bench import cases
 from bench.cases import Case
 from bench.drafters import ALL, PLAIN
 from bench.load import Load, PromptAndParams, arrivals, serve, step_seconds
@@ -41,35 +40,25 @@ DEFAULT: Case = {"mix": "reasoning", "B": 32, "S": 0, "new": 0, "requests": 0, "
 CHOICES = {"mix": tuple(MIXES), "gamma": GAMMAS}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Serving(Benchmark):
+def complete(case: Case) -> Case:
+    """The case with the sizes of its mix."""
+    prompt, new = MIXES[case["mix"]]
+    case |= {"S": case["S"] or prompt, "new": case["new"] or new}
+    return case | {"requests": case["requests"] or 3 * case["B"]}
+
+
+def rows(case: Case, settings: Settings) -> Iterator[Row]:
     """An engine with each drafter under each load."""
-
-    @property
-    def name(self) -> str:
-        return "serving"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(ALL)
-
-    def case(self, text: str) -> Case:
-        case = cases.parse(text, self.default, self.choices)
-        prompt, new = MIXES[case["mix"]]
-        case |= {"S": case["S"] or prompt, "new": case["new"] or new}
-        return case | {"requests": case["requests"] or 3 * case["B"]}
-
-    def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
-        keep_programs()
-        trial = Trial.of(case)
-        plain: dict[str, float] = {}  # tokens a second by load
-        for name in [PLAIN, *(x for x in ALL if x in (settings.only or DRAFTS) and x != PLAIN)]:
-            for row in trial.rows(name, settings):
-                if "tokens_per_s" in row:
-                    base = plain.setdefault(row["case"]["load"], row["tokens_per_s"])
-                    row["vs_plain"] = row["tokens_per_s"] / base
-                yield row
-            gc.collect()  # the engine's memory, before the next one takes it
+    keep_programs()
+    trial = Trial.of(case)
+    plain: dict[str, float] = {}  # tokens a second by load
+    for name in [PLAIN, *(x for x in ALL if x in (settings.only or DRAFTS) and x != PLAIN)]:
+        for row in trial.rows(name, settings):
+            if "tokens_per_s" in row:
+                base = plain.setdefault(row["case"]["load"], row["tokens_per_s"])
+                row["vs_plain"] = row["tokens_per_s"] / base
+            yield row
+        gc.collect()  # the engine's memory, before the next one takes it
 
 
 @dataclasses.dataclass
@@ -102,9 +91,6 @@ class Trial:
 
     def rows(self, name: str, settings: Settings) -> Iterator[Row]:
         """Yield a row for each load, full load first; its tokens are checked."""
-        if not settings.check:
-            yield self._row(name, "full", {"reason": "not checked, so not timed", "checked": None})
-            return
         try:
             full, engine = self._served(name)
         except MemoryError as error:
@@ -200,7 +186,11 @@ def requests_of(case: Case, tokenizer: jspec.Tokenizer) -> list[PromptAndParams]
     ]
 
 
-SERVING = Serving(
+SERVING = Benchmark(
+    name="serving",
+    names=tuple(ALL),
+    rows=rows,
+    complete=complete,
     default=DEFAULT,
     choices=CHOICES,
     gpu=[

@@ -20,14 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Settings:
     """Settings of a run.
 
-    ``quick``: fewer and smaller cases. ``check``: compare outputs; without it nothing is timed.
-    ``only``: the names of the backends and rivals to run, empty for all. ``cases``: cases to run
-    instead of the suite's defaults, as text. ``model`` and ``resume``: the model and the earlier
-    result of the suite `real`.
+    ``quick``: fewer and smaller cases. ``only``: the names of the backends and rivals to run, empty
+    for all. ``cases``: cases to run instead of the suite's defaults, as text. ``model`` and
+    ``resume``: the model and the earlier result of the suite `real`.
     """
 
     quick: bool = False
-    check: bool = True
     only: tuple[str, ...] = ()
     cases: tuple[str, ...] = ()
     model: Path | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -54,44 +53,35 @@ class Suite:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Benchmark(abc.ABC):
+class Benchmark:
     """What a suite measures at each of its cases.
 
     Attributes:
+        name: the value of ``op`` in ``--case`` that selects it.
+        names: what ``--backend`` can select.
+        rows: checks and times everything that the settings select at a case.
         default: every option of a case, and its default value.
         gpu: the cases on a GPU, each as for ``--case``.
         quick: those of ``--quick`` there.
         cpu: the cases on a CPU, of which ``--quick`` takes the first.
         choices: the words that an option can be.
-        check_case: raises `ValueError` for a case that makes no sense.
+        complete: fills in options that depend on others; raises `ValueError` for a case that makes
+            no sense.
     """
 
+    name: str
+    rows: Callable[[Case, Settings], Iterable[point.Row]]
+    names: tuple[str, ...] = ()
     default: Mapping[str, Any]
     gpu: Sequence[str]
     quick: Sequence[str]
     cpu: Sequence[str]
     choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    check_case: Callable[[Case], None] = lambda case: None
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The value of ``op`` in ``--case`` that selects it."""
-
-    @property
-    @abc.abstractmethod
-    def names(self) -> tuple[str, ...]:
-        """What ``--backend`` can select."""
-
-    @abc.abstractmethod
-    def measure(self, case: Case, settings: Settings) -> Iterable[point.Row]:
-        """Check and time everything that the settings select at a case."""
+    complete: Callable[[Case], Case] = lambda case: case
 
     def case(self, text: str) -> Case:
         """Parse a case; raises `ValueError` if it is invalid."""
-        case = cases.parse(text, self.default, self.choices)
-        self.check_case(case)
-        return case
+        return self.complete(cases.parse(text, self.default, self.choices))
 
     def grid(self, settings: Settings) -> list[Case]:
         """The default cases."""
@@ -134,20 +124,21 @@ class OperationBenchmark(Benchmark):
         states: of the L2 cache on a GPU, ``"warm"`` or ``"cold"``; a CPU has warm ones alone.
     """
 
+    name: str = dataclasses.field(init=False)
+    names: tuple[str, ...] = dataclasses.field(init=False)
+    rows: Callable[[Case, Settings], Iterable[point.Row]] = dataclasses.field(init=False)
     operation: Operation
     setup: Callable[[Case], Setup]
     rivals: tuple[str, ...] = ()
     states: tuple[str, ...] = ("cold",)  # a step reads a layer's weights before its cache
 
-    @property
-    def name(self) -> str:
-        return self.operation.name
+    def __post_init__(self):
+        names = (*self.operation.backends, *(name.rpartition("+")[2] for name in self.rivals))
+        for field, value in (("name", self.operation.name), ("names", names)):
+            object.__setattr__(self, field, value)
+        object.__setattr__(self, "rows", self._rows)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.operation.backends, *(name.rpartition("+")[2] for name in self.rivals))
-
-    def measure(self, case: Case, settings: Settings) -> list[point.Row]:
+    def _rows(self, case: Case, settings: Settings) -> list[point.Row]:
         setup = self.setup(case)
         arguments, static = setup.arguments, dict(setup.static)
         by_backend = sources(self.operation, shapes(arguments), settings, **static)
@@ -164,7 +155,7 @@ class OperationBenchmark(Benchmark):
         for row in rows:
             if row.get("backend"):
                 row["sizes"] = sizes
-        if setup.feed is not None and settings.check:
+        if setup.feed is not None:
             add_steps(rows, by_backend, arguments, setup.feed, settings.repeats)
         return rows
 
@@ -192,7 +183,7 @@ def suite_of(name: str, title: str, *benchmarks: Benchmark) -> Suite:
     def rows(planned: Sequence[tuple[Benchmark, Case]], settings: Settings) -> Iterator[point.Row]:
         with bar(name, len(planned)) as advance:
             for benchmark, case in planned:
-                yield from benchmark.measure(case, settings)
+                yield from benchmark.rows(case, settings)
                 advance()
 
     names = {name: None for benchmark in benchmarks for name in benchmark.names}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -50,52 +51,50 @@ SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K")
 SHAPES = tuple(name for name in MODELS if name not in ("tiny", "llama-2-7b"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Iterations(Benchmark):
-    """Iterations of the configs that ``configs(case, settings)`` gives, by name.
+def benchmark_of(
+    operation: str,
+    config: Callable[[Case, str], StepConfig],
+    names: tuple[str, ...],
+    usual: tuple[str, ...],
+    **cases: Any,
+) -> Benchmark:
+    """A benchmark of iterations.
 
-    ``usual``: those that run where ``--backend`` names none.
+    Args:
+        operation: of its rows.
+        config: the step of a case and a name.
+        names: of drafters or policies.
+        usual: those that run where ``--backend`` names none.
+        cases: the default and the cases of the benchmark.
     """
 
-    operation: str
-    every: tuple[str, ...]
-    usual: tuple[str, ...]
-    config: Callable[[Case, str], StepConfig]
-
-    @property
-    def name(self) -> str:
-        return self.operation
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.every
-
-    def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
+    def rows(case: Case, settings: Settings) -> Iterator[Row]:
         keep_programs()
         model, limits = drawn(case["model"], case["layers"]), ceilings.measured()
         steps = CPU_STEPS if jax.default_backend() == "cpu" else STEPS
         copies, plain = {}, None  # quantised copies by kind; tokens a second
-        names = [x for x in self.every if x in (settings.only or self.usual)]
-        for name in names:
-            config = self.config(case, name)
-            if config.exact:
+        for name in (x for x in names if x in (settings.only or usual)):
+            step = config(case, name)
+            if step.exact:
                 try:
-                    check_exact(model, config.cache_policy)
+                    check_exact(model, step.cache_policy)
                 except BackendError as error:
-                    yield row(self.operation, case, name, checked=None, reason=str(error))
+                    yield row(operation, case, name, checked=None, reason=str(error))
                     continue
-            policy, kind = config.cache_policy, floors.quantized_in(config)
+            policy, kind = step.cache_policy, floors.quantized_in(step)
             arrays = arrays_of(policy, model.config.layers)
-            models = config.draft.prepare(Models(model, copies.get(kind), arrays))
+            models = step.draft.prepare(Models(model, copies.get(kind), arrays))
             copies[kind] = models.draft
-            iteration = Iteration(self.operation, case, name, models, config, steps, limits)
-            for measured in iteration.measure(settings):
-                result = with_rate(measured, config)
+            iteration = Iteration(operation, case, name, models, step, steps, limits)
+            for measured in iteration.measure():
+                result = with_rate(measured, step)
                 if name in (PLAIN, "dense"):
                     plain = result.get("tokens_per_s")
                 if plain and "tokens_per_s" in result:
                     result["vs_plain"] = result["tokens_per_s"] / plain
                 yield result
+
+    return Benchmark(name=operation, names=names, rows=rows, **cases)
 
 
 def with_rate(row: Row, config: StepConfig) -> Row:
@@ -135,28 +134,26 @@ def policy_of(case: Case, name: str) -> Policy:
     return policies(max(case["S"] // SHARE, LEAST), dense_layers=DENSE_LAYERS)[name]
 
 
-def check_read(case: Case) -> None:
-    """Raise `ValueError` where no layer selects."""
+def checked_read(case: Case) -> Case:
+    """The case; raises `ValueError` where no layer selects."""
     layers = MODELS[case["model"]].layers[: case["layers"] or None]
     policy = policy_of(case, "hata")
     assert isinstance(policy, ScoredPolicy)
     first_selecting(layers, policy)
+    return case
 
 
-PASS = Iterations(
-    operation="pass",
+PASS = benchmark_of(
+    *("pass", pass_config, (PLAIN,), (PLAIN,)),
     default={"model": "qwen3-8b", "layers": 0, "B": 1, "S": 8192, "T": 1},
     choices=CHOICES,
     gpu=[f"model={name},{size},T={T}" for name in SHAPES for size in SIZES for T in (1, 10)]
     + [f"S=8K,T={T}" for T in (2, 4, 16)],
     quick=[f"{size},T={T}" for size in SIZES[::2] for T in (1, 10)],
     cpu=["model=tiny,S=300,T=1", "model=tiny,S=300,T=3", "model=qwen3-4b,layers=2,S=2K"],
-    every=(PLAIN,),
-    usual=(PLAIN,),
-    config=pass_config,
 )
-DRAFT = Iterations(
-    operation="draft",
+DRAFT = benchmark_of(
+    *("draft", draft_config, (PLAIN, ALONE, *DRAFTS), (PLAIN, ALONE, *USUAL)),
     default={"model": "qwen3-8b", "layers": 0, "B": 4, "S": 122880, "gamma": 9, "exact": "no"},
     choices=CHOICES,
     gpu=[
@@ -166,21 +163,15 @@ DRAFT = Iterations(
     ],
     quick=["B=4,S=120K"],
     cpu=["model=tiny,B=2,S=300,gamma=2"],
-    every=(PLAIN, ALONE, *DRAFTS),
-    usual=(PLAIN, ALONE, *USUAL),
-    config=draft_config,
 )
-READ = Iterations(
-    operation="read",
+READ = benchmark_of(
+    *("read", read_config, NAMES, READS),
     default={"model": "llama-3.1-8b", "layers": 0, "B": 4, "S": 131072},
     choices=CHOICES,
-    check_case=check_read,
+    complete=checked_read,
     gpu=["B=4,S=128K", "model=llama-2-7b,B=4,S=32K"],
     quick=["B=1,S=32K"],
     cpu=["model=tiny,B=1,S=300"],
-    every=NAMES,
-    usual=READS,
-    config=read_config,
 )
 SUITE = dataclasses.replace(
     suite_of(

@@ -19,7 +19,6 @@ from bench.decode.check import Check
 from bench.decode.running import CHUNKS, Loop, compiled, memory_of, too_large
 from bench.decode.states import Blueprint
 from bench.program import failure
-from bench.settings import Settings
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import decode_chunk
@@ -47,15 +46,15 @@ class Iteration:
     steps: int
     ceilings: Ceilings
 
-    def measure(self, settings: Settings) -> Iterator[point.Row]:
+    def measure(self) -> Iterator[point.Row]:
         """Yield its row, with times if its output was right."""
         try:
-            yield from self._rows(settings)
+            yield from self._rows()
         except Exception as error:
             yield self._row(False, reason=failure(self.name, error).reason)
         gc.collect()  # a failure's traceback may refer to a cache
 
-    def _rows(self, settings: Settings) -> Iterator[point.Row]:
+    def _rows(self) -> Iterator[point.Row]:
         target: Any = self.models.target
         room = CHUNKS[1] * self.steps * (self.config.gamma + 1)
         blueprint = Blueprint.of(
@@ -74,8 +73,7 @@ class Iteration:
         def lower() -> jax.stages.Lowered:
             return decode_chunk.lower(self.models, shapes, config=self.config, steps=self.steps)
 
-        checks = check.lowerings(shapes) if settings.check else {}
-        programs = compiled({"chunk": lower, **checks})
+        programs = compiled({"chunk": lower, **check.lowerings(shapes)})
         program, memory = programs["chunk"], memory_of(programs["chunk"])
         copies = {id(x): x.nbytes for x in jax.tree.leaves(self.models)}
         in_host = sum(
@@ -85,9 +83,6 @@ class Iteration:
         memory["cache_bytes"] = shapes.cache.nbytes - in_host
         if reason := too_large(memory["weight_bytes"] + memory["cache_bytes"], memory):
             yield self._row(None, reason=reason, memory=memory)
-            return
-        if not settings.check:
-            yield self._row(None, reason="not checked, so not timed", memory=memory)
             return
         drafter = jax.jit(drafter_state)(self.models)
 

@@ -9,7 +9,7 @@ import numpy as np
 from bench import workload
 from bench.cases import Case, heads
 from bench.program import equals, reference
-from bench.select import check_codes
+from bench.select import checked_codes
 from bench.suite import OperationBenchmark, Setup
 from jspec.ops.append import APPEND_ENCODE, QKRope
 from jspec.ops.collisions import COLLISION_SCORES, code_words
@@ -79,7 +79,7 @@ BENCHMARKS = (
             operation=operation,
             setup=setup,
             default={"B": 8, "heads": "32/32", "H": 128, "T": 1, "R": 128},
-            check_case=check_codes,
+            complete=checked_codes,
             gpu=["", "heads=32/8", "B=1", "R=256"],
             quick=["", "heads=32/8"],
             cpu=["B=1,heads=8/2"],

@@ -35,29 +35,19 @@ SHARE = 64  # one slot in 64 is selected: 1.56 %
 SLOW = ("xla", "xla_blocked")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerBenchmark(Benchmark):
+def complete(case: Case) -> Case:
+    """The case with the number of selected slots; raises `ValueError` for one without sense."""
+    case["n"] = case["n"] or case["S"] // SHARE
+    if case["n"] >= case["S"]:
+        raise ValueError(f"n={case['n']} must be below S={case['S']}")
+    policies(case)  # which check their own options
+    return case
+
+
+def rows(case: Case, settings: Settings) -> Iterator[point.Row]:
     """A layer of each policy, and dense attention."""
-
-    @property
-    def name(self) -> str:
-        return "hata_layer"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*NAMES, *ATTENTION.backends, *rivals.NAMES)
-
-    def case(self, text: str) -> Case:
-        case = super().case(text)
-        case["n"] = case["n"] or case["S"] // SHARE
-        if case["n"] >= case["S"]:
-            raise ValueError(f"n={case['n']} must be below S={case['S']}")
-        policies(case)  # which check their own options
-        return case
-
-    def measure(self, case: Case, settings: Settings) -> Iterator[point.Row]:
-        yield from dense_rows(case, settings)
-        yield from policy_rows(case, settings)
+    yield from dense_rows(case, settings)
+    yield from policy_rows(case, settings)
 
 
 def dense_rows(case: Case, settings: Settings) -> list[point.Row]:
@@ -73,8 +63,9 @@ def dense_rows(case: Case, settings: Settings) -> list[point.Row]:
         quick=(),
         cpu=(),
     )
-    rows = dense.measure(case, settings)
-    return [row | {"operation": "hata_layer", "chosen": False} for row in rows]
+    return [
+        row | {"operation": "hata_layer", "chosen": False} for row in dense.rows(case, settings)
+    ]
 
 
 def policy_rows(case: Case, settings: Settings) -> Iterator[point.Row]:
@@ -125,7 +116,11 @@ def with_cache(
     return Program(name, start, check)
 
 
-BENCHMARK = LayerBenchmark(
+BENCHMARK = Benchmark(
+    name="hata_layer",
+    names=(*NAMES, *ATTENTION.backends, *rivals.NAMES),
+    rows=rows,
+    complete=complete,
     # n = 0 stands for S / SHARE; R: bits of a hash code; channels: of Loki.
     default={"B": 8, "S": 32768, "heads": "32/32", "H": 128, "n": 0, "R": 128, "channels": 32},
     gpu=["", "B=1,S=256K", "heads=32/8", "B=1,S=256K,heads=32/8", "B=1", "B=1,heads=32/8"],

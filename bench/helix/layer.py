@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import cache, partial
 from typing import Any
 
@@ -41,13 +40,14 @@ LATENT = "heads=128/1,H=576,latent=512"  # DeepSeek-R1's
 NEAR = 0.02
 
 
-def check_case(case: Case) -> None:
-    """Raise `ValueError` for a case that no mesh can have."""
+def checked(case: Case) -> Case:
+    """The case; raises `ValueError` for one that no mesh can have."""
     if case["latent"] > case["H"]:
         raise ValueError(f"latent={case['latent']} must be at most H={case['H']}")
     if not case["latent"] and case["up"] != "auto":
         raise ValueError(f"up={case['up']} projects latents; give latent, as in {LATENT}")
     helix_of(case).check_layer(0, heads(case)[0], spec_of(case))
+    return case
 
 
 def spec_of(case: Case) -> LayerSpec:
@@ -91,20 +91,9 @@ def defaults() -> list[str]:
 SMALL = "S=2K,heads=8/2,H=32"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer(Benchmark):
-    """A layer's attention on KVP x TPA devices with its exchange, one strategy a case."""
-
-    @property
-    def name(self) -> str:
-        return "layer"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ()
-
-    def measure(self, case: Case, settings: Settings) -> list[Row]:
-        return [_sharded(case).row(settings)]
+def rows(case: Case, settings: Settings) -> list[Row]:
+    """A layer's attention on KVP x TPA devices with its exchange, by the strategy of a case."""
+    return [_sharded(case).row(settings)]
 
 
 def _sharded(case: Case) -> Sharded:
@@ -227,10 +216,12 @@ def _by_xla(
     return projected(out, up)
 
 
-LAYER = Layer(
+LAYER = Benchmark(
+    name="layer",
+    rows=rows,
     default=DEFAULT,
     choices=CHOICES,
-    check_case=check_case,
+    complete=checked,
     gpu=defaults(),
     quick=[f"S=256K,{how}" for how in ("kvp=1", "kvp=2", "tpa=2", "kvp=2,strategy=medha")],
     cpu=[

@@ -5,7 +5,6 @@ XLA's, and jspec's one-sided all-to-alls where pieces are not too large for them
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -75,31 +74,21 @@ COLLECTIVES: dict[str, tuple[Callable[[Array], Array], Callable[[np.ndarray], np
 }
 
 
-def check_case(case: Case) -> None:
-    """Raise `ValueError` for a message that cannot be divided."""
+def checked(case: Case) -> Case:
+    """The case; raises `ValueError` for a message that cannot be divided."""
     if case["P"] < 2 or case["bytes"] % (4 * case["P"]):
         raise ValueError(
             f"P={case['P']},bytes={case['bytes']}: P must be 2 or more, and bytes a multiple of 4 P"
         )
+    return case
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Messages(Benchmark):
+def rows(case: Case, settings: Settings) -> Iterator[Row]:
     """Every collective at a number of bytes."""
-
-    @property
-    def name(self) -> str:
-        return "message"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(COLLECTIVES)
-
-    def measure(self, case: Case, settings: Settings) -> Iterator[Row]:
-        piece = case["bytes"] // case["P"]
-        for name in filter(settings.wants, COLLECTIVES):
-            if takes(ONE_SIDED.get(name, "xla"), piece):
-                yield _sharded(case, name).row(settings)
+    piece = case["bytes"] // case["P"]
+    for name in filter(settings.wants, COLLECTIVES):
+        if takes(ONE_SIDED.get(name, "xla"), piece):
+            yield _sharded(case, name).row(settings)
 
 
 def _sharded(case: Case, name: str) -> Sharded:
@@ -122,9 +111,12 @@ def _sharded(case: Case, name: str) -> Sharded:
     )
 
 
-MESSAGE = Messages(
+MESSAGE = Benchmark(
+    name="message",
+    names=tuple(COLLECTIVES),
+    rows=rows,
     default=DEFAULT,
-    check_case=check_case,
+    complete=checked,
     gpu=[f"bytes={size}" for size in ("2K", "32K", "256K", "1024K", "16384K")],
     quick=["bytes=2K", "bytes=32K"],
     cpu=["bytes=2K", "bytes=32K"],

@@ -44,13 +44,14 @@ MESH = ("kvp", "tpa", "overlap", "strategy", "exchange")
 SCALES = {"keys": 3.0, "values": 2.0}
 
 
-def check_case(case: Case) -> None:
-    """Raise `ValueError` for a case that no mesh can have."""
+def checked(case: Case) -> Case:
+    """The case; raises `ValueError` for one that no mesh can have."""
     if case["S"] % 16:
         raise ValueError(f"S={case['S']} must be a multiple of 16")
     config = shape_of(case)
     for layer, spec in enumerate(config.layers):
         helix_of(case).check_layer(layer, config.num_heads, spec)
+    return case
 
 
 def helix_of(case: Case) -> HelixConfig:

@@ -32,31 +32,18 @@ from jspec.decode.step import decode_chunk
 from jspec.sharding import bytes_on_device
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Steps(Benchmark):
-    """A step by one strategy a case."""
-
-    @property
-    def name(self) -> str:
-        return "step"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ()
-
-    def measure(self, case: Case, settings: Settings) -> Iterator[point.Row]:
-        yield _row(case, settings)
-        gc.collect()  # a failure's traceback may refer to a cache
+def rows(case: Case, settings: Settings) -> Iterator[point.Row]:
+    """A step by the strategy of a case."""
+    yield _row(case)
+    gc.collect()  # a failure's traceback may refer to a cache
 
 
-def _row(case: Case, settings: Settings) -> point.Row:
+def _row(case: Case) -> point.Row:
     helix = helix_of(case)
     name = case["strategy"] if helix.devices > 1 else "one device"
     row = functools.partial(point.row, "step", case, name)
     if reason := too_few_devices(helix):
         return row(checked=None, reason=reason)
-    if not settings.check:
-        return row(checked=None, reason="not checked, so not timed")
     try:
         reason, error = check.check(case)
         if reason:
@@ -115,10 +102,12 @@ def defaults() -> list[str]:
     return texts + [f"B=4,{how}" for how in (*meshes, "kvp=2,overlap=2")]
 
 
-STEP = Steps(
+STEP = Benchmark(
+    name="step",
+    rows=rows,
     default=states.DEFAULT,
     choices=states.CHOICES,
-    check_case=states.check_case,
+    complete=states.checked,
     gpu=defaults(),
     quick=[f"{mesh},draft={draft}" for mesh in ("kvp=2", "tpa=2") for draft in ("plain", "vegas")],
     cpu=[

@@ -60,13 +60,6 @@ def test_a_backend_that_raises_fails_the_run_and_a_refusal_does_not(monkeypatch,
     assert out.count("broken: needs sm_90") == out.count("broken [") == 1
 
 
-def test_without_the_check_no_speed_is_shown_or_written(capsys, tmp_path):
-    path = tmp_path / "result.json"
-    assert main([*XLA, "--no-check", "--json", str(path)]) == 0
-    assert "not checked, so not timed" in capsys.readouterr().out
-    assert not any(key.endswith("_ns") for r in json.loads(path.read_text())["rows"] for key in r)
-
-
 @pytest.mark.parametrize("lost", [False, True], ids=("raised", "lost"))
 def test_an_interrupted_run_keeps_what_it_measured(monkeypatch, capsys, tmp_path, lost):
     measure, calls = point.measure, []

@@ -30,7 +30,7 @@ def short(monkeypatch):
 
 
 def rows(benchmark: Any, text: str) -> list[dict]:
-    return list(benchmark.measure(benchmark.case(text), Settings(quick=True)))
+    return list(benchmark.rows(benchmark.case(text), Settings(quick=True)))
 
 
 def is_refused(row: dict) -> bool:

@@ -81,7 +81,7 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     operation = dataclasses.replace(bench.operation, backends=backends, default_order=("xla",))
     bench = dataclasses.replace(bench, operation=operation)
     settings = Settings(quick=True, only=tuple(backends))
-    rows = {row["name"]: row for row in bench.measure(bench.case(CASES[name]), settings)}
+    rows = {row["name"]: row for row in bench.rows(bench.case(CASES[name]), settings)}
     assert rows["xla"]["checked"] is True
     assert rows["xla"]["wall_ns"]
     assert rows["xla"]["sizes"] == operation.sizes(*setup.arguments, **setup.static)

@@ -110,7 +110,7 @@ CASE = "B=2,S=12,new=6,requests=5"
 
 
 def rows(text: str, *names: str) -> list[dict]:
-    return list(BENCHMARK.measure(BENCHMARK.case(text), Settings(quick=True, only=names)))
+    return list(BENCHMARK.rows(BENCHMARK.case(text), Settings(quick=True, only=names)))
 
 
 @pytest.mark.slow
