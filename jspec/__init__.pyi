@@ -58,6 +58,9 @@ from .decode.draft import (
     SuffixDraft as SuffixDraft,
 )
 from .decode.draft import (
+    TargetPass as TargetPass,
+)
+from .decode.draft import (
     named_draft as named_draft,
 )
 from .decode.engine import Engine as Engine

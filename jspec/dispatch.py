@@ -43,12 +43,15 @@ class Backends(Mapping[str, str]):
         return len(self._named)
 
     def check(self, operations: Iterable[Operation]) -> None:
-        """Raise `BackendError` for a name that is none of ``operations`` or of their backends."""
+        """Raise `BackendError` for a name that is none of ``operations`` or of their backends.
+
+        ``operations``: those that decoding calls.
+        """
         known = {operation.name: operation for operation in operations}
         for name, backend in self._named:
             if name not in known:
                 raise BackendError(
-                    f"there is no operation {name!r}; name one of {', '.join(known)}"
+                    f"decoding calls no operation {name!r}; it calls {', '.join(known)}"
                 )
             known[name].check(backend)
 

@@ -129,7 +129,7 @@ def test_a_later_name_replaces_an_earlier_one():
 def test_backends_are_checked_against_the_operations_that_there_are():
     Backends({x.name: next(iter(x.backends)) for x in operations()}).check(operations())
     Backends().check(operations())
-    with pytest.raises(BackendError, match=r"no operation 'verify'; name one of .*, pack,"):
+    with pytest.raises(BackendError, match=r"calls no operation 'verify'; it calls .*, pack,"):
         Backends(verify="cuda").check(operations())
     with pytest.raises(BackendError, match="pack has no implementation 'cuba'; choose one of xla,"):
         Backends(pack="cuba").check(operations())

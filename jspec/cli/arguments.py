@@ -50,6 +50,7 @@ def command_parser() -> argparse.ArgumentParser:
         commands.add_parser("simulate", help="what Helix and its rivals could serve, by a model")
     )
     doctor = commands.add_parser("doctor", help="say what runs here, and what to do about the rest")
+    doctor.add_argument("--only", metavar="OPERATION", help="the backends of one operation alone")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,18 +60,22 @@ Check = tuple[str, Callable[[], Finding]]  # what is checked, and the check
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0 if decoding works here, 1 otherwise."""
+    chosen = operations() if arguments.only is None else (_named_operation(arguments.only),)
     keep_programs()
     shows = None if arguments.json else console()
     if shows is not None:
         shows.print(PATIENCE)
     findings = []
-    for finding in _look(_checks(), shows):
+    checks = _checks_of(chosen)
+    if arguments.only is None:
+        checks = itertools.chain(_checks(), checks)
+    for finding in _look(checks, shows):
         findings.append(finding)
         if shows is not None:
             _show(shows, finding)
-    needed = {BUNDLED} | {f"{x.name}, {n}" for x in operations() for n in x.never_refusing}
+    needed = {BUNDLED} | {f"{x.name}, {n}" for x in chosen for n in x.never_refusing}
     broken = [f.what for f in findings if f.what in needed and not f.works]
-    verdict = _verdict(findings, broken)
+    verdict = _verdict(findings, broken, chosen, arguments.only)
     if shows is None:
         values = [dataclasses.asdict(f) for f in findings]
         print_json({"environment": environment(), "findings": values, "verdict": verdict})
@@ -89,7 +94,19 @@ def _checks() -> Iterator[Check]:
     if jax.default_backend() == "gpu":
         yield "cache", _cache
     yield "host memory", _host
-    for operation in operations():
+
+
+def _named_operation(name: str) -> Operation:
+    """The operation ``name``; raises `ValueError` where there is none."""
+    known = {operation.name: operation for operation in operations()}
+    if name not in known:
+        raise ValueError(f"--only {name!r} is no operation; name one of {', '.join(known)}")
+    return known[name]
+
+
+def _checks_of(chosen: Sequence[Operation]) -> Iterator[Check]:
+    """Checks of each backend of operations."""
+    for operation in chosen:
         pairs = functools.cache(functools.partial(_pairs, operation))
         for name in operation.backends:
             yield _label(operation, name), functools.partial(_backend, operation, name, pairs)
@@ -136,15 +153,23 @@ def _show(shows: Console, finding: Finding) -> None:
         shows.print(f"    to do: {finding.advice}", soft_wrap=True)
 
 
-def _verdict(findings: Sequence[Finding], broken: Sequence[str]) -> str:
+def _verdict(
+    findings: Sequence[Finding],
+    broken: Sequence[str],
+    chosen: Sequence[Operation],
+    only: str | None,
+) -> str:
     if broken:
         return f"jspec cannot decode here: {'; '.join(broken)} must work. See what to do above."
-    names = {f"{x.name}, {name}" for x in operations() for name in x.backends}
+    names = {_label(x, name) for x in chosen for name in x.backends}
     backends = [f for f in findings if f.what in names]
     works = sum(f.works for f in backends)
+    of_device = f"on {jax.devices()[0].device_kind}"
+    if only:
+        return f"{only} runs here, {of_device}: {works} of {len(backends)} backends run."
     return (
-        f"jspec decodes here, on {jax.devices()[0].device_kind}: {works} of {len(backends)} "
-        "backends run, and every operation has one that does."
+        f"jspec decodes here, {of_device}: {works} of {len(backends)} backends run, and every "
+        "operation has one that does."
     )
 
 

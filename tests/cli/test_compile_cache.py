@@ -115,7 +115,7 @@ def test_the_second_run_of_the_command_compiles_next_to_nothing(tmp_path):
     def run(*more: str) -> dict:
         names = ("JAX_ENABLE_COMPILATION_CACHE", "JAX_COMPILATION_CACHE_DIR")
         usual = {name: value for name, value in os.environ.items() if name not in names}
-        command = [sys.executable, "-m", "jspec.cli", "generate", "--prompt", "import os\\n" * 40]
+        command = [sys.executable, "-m", "jspec", "generate", "--prompt", "import os\\n" * 40]
         ran = subprocess.run(
             [*command, "--max-new-tokens", "16", "--json", *more],
             env=usual | {"JSPEC_CACHE": str(tmp_path)},

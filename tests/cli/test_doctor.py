@@ -29,6 +29,19 @@ def test_doctor_finds_what_decoding_needs(capsys, monkeypatch):
     assert "attention, xla_blocked" in capsys.readouterr().err
 
 
+def test_doctor_looks_at_one_operation_alone(capsys):
+    assert main(["doctor", "--only", "pack", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    named = [finding["what"] for finding in report["findings"]]
+    assert named == [doctor._label(PACK, name) for name in PACK.backends]
+    works = sum(finding["works"] for finding in report["findings"])
+    assert report["verdict"] == f"pack runs here, on cpu: {works} of {len(named)} backends run."
+    assert main(["doctor", "--only", "pick"]) == 2
+    error = capsys.readouterr().err
+    assert "--only 'pick' is no operation; name one of attention, " in error
+    assert error.count("\n") == 1
+
+
 NAMED = ("pack", "verify_greedy", "verify_stochastic", "sample")
 
 

@@ -45,7 +45,7 @@ from jspec.decode import generation
         (["--prompt", "x", "--draft", "model"], "--draft-model"),
         (["--prompt", "x", "--backend", "sample=abacus"], "no implementation 'abacus'; choose"),
         (["--prompt", "x", "--backend", "abacus"], "must be OPERATION=NAME, as in attention=xla"),
-        (["--prompt", "x", "--backend", "add=xla"], "there is no operation 'add'; name one of"),
+        (["--prompt", "x", "--backend", "add=xla"], "decoding calls no operation 'add'; it calls"),
         (["--prompt", "x", "--stop", ""], "stop text is empty"),
         (["--prompt", "x", "--temperature", "1" + "0" * 400], "temperature=inf must be"),
         (["--prompt", "x", "--top-k", "2147483648"], "top_k=2147483648 must be below"),

@@ -23,7 +23,7 @@ BAD = [
     (
         StepConfig,
         {"backends": {"pack": "xla"}},
-        "there is no operation 'pack'; name one of attention",
+        "decoding calls no operation 'pack'; it calls attention",
     ),
     (StepConfig, {"backends": {"attention": "fast"}}, "attention has no implementation 'fast'"),
     (Streaming, {"sinks": -1}, "sinks=-1 must be at least 0"),

@@ -92,7 +92,7 @@ def test_any_prefill_chunk_gives_the_same_cache(chunk, tiny):
             },
             "verify_stochastic has no implementation 'triton'; choose one of xla",
         ),
-        ([[1]], {"backends": {"verify": "xla"}}, "there is no operation 'verify'; name one of"),
+        ([[1]], {"backends": {"verify": "xla"}}, "decoding calls no operation 'verify'; it calls"),
     ],
     ids=lambda value: "-".join(value.split()[:4]) if isinstance(value, str) else "",
 )

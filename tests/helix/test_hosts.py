@@ -168,7 +168,7 @@ def folder(tmp_path_factory):
 def command(index: int, port: int, *arguments, processes: int = 2, wait: int = 120):
     hosts = f"coordinator=127.0.0.1:{port},processes={processes},index={index}"
     return start(
-        *("jspec.cli", "generate", "--helix", "kvp=2", "--no-compile-cache", "--ignore-eos"),
+        *("jspec", "generate", "--helix", "kvp=2", "--no-compile-cache", "--ignore-eos"),
         *("--hosts", f"{hosts},start_timeout={wait},lost_timeout={LOST}"),
         *("--prompt", "def add(a, b):", *map(str, arguments)),
     )
@@ -183,13 +183,13 @@ def test_the_command_prints_in_process_0_alone(folder, tmp_path):
     ends = ends_of([command(index, port, *arguments) for index in range(2)])
     assert [(code, error) for code, _, error in ends] == [(0, ""), (0, "")]
     assert ends[1][1] == ""
-    alone = ends_of([start("jspec.cli", "generate", "--prompt", "def add(a, b):", "--ignore-eos",
+    alone = ends_of([start("jspec", "generate", "--prompt", "def add(a, b):", "--ignore-eos",
                            *map(str, arguments))])  # fmt: skip
     assert json.loads(ends[0][1])["tokens"] == json.loads(alone[0][1])["tokens"]
     port = free_port()
     each = [
         start(
-            *("jspec.cli", "generate", "--helix", "kvp=2", "--requests", str(requests)),
+            *("jspec", "generate", "--helix", "kvp=2", "--requests", str(requests)),
             *("--output", str(out), "--max-new-tokens", "12", "--model", str(folder)),
             *("--hosts", f"coordinator=127.0.0.1:{port},processes=2,index={index}"),
         )
@@ -205,7 +205,7 @@ def test_open_mpi_says_who_is_who(folder):
     job = os.getpid() % 4096 * 4096
     both = [
         start(
-            *("jspec.cli", "generate", "--helix", "kvp=2", "--hosts", "auto,lost_timeout=10"),
+            *("jspec", "generate", "--helix", "kvp=2", "--hosts", "auto,lost_timeout=10"),
             *("--prompt", "x", "--model", str(folder), "--max-new-tokens", "3", "--json"),
             OMPI_MCA_orte_hnp_uri=f"{job}.0;tcp://127.0.0.1:1",
             OMPI_COMM_WORLD_SIZE="2",

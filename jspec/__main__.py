@@ -1,4 +1,4 @@
-"""`python -m jspec.cli`: the same as the `jspec` command."""
+"""`python -m jspec`: the command `jspec`."""
 
 import sys
 
