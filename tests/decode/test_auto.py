@@ -11,6 +11,7 @@ from jspec.config import SamplingParams
 from jspec.decode import chunks
 from jspec.decode.auto import (
     HORIZON,
+    KINDS,
     LADDER,
     PROBING,
     GammaChoice,
@@ -18,6 +19,7 @@ from jspec.decode.auto import (
     choice_of,
     mean,
 )
+from jspec.decode.chunks import Chunk, Chunks
 from jspec.decode.draft import (
     Chain,
     ModelDraft,
@@ -30,7 +32,7 @@ from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import Models
+from jspec.decode.state import Models, StepRecord
 from jspec.decode.stats import Stats
 from jspec.decode.step import speculative_step
 from jspec.policies import Dense, Quest
@@ -227,6 +229,35 @@ def test_an_engine_tells_what_rows_need_and_forgets_those_that_others_took(sharp
     assert max(asked[0]) == 9
     assert any(left != sorted(left) or 0 < min(left) < 9 for left in asked)
     assert sum(map(len, renewed)) >= 2
+
+
+def test_a_request_that_came_after_a_chunk_is_not_judged_by_it(sharp):
+    """Neither what it accepts nor how much it still needs, where its slot had another before."""
+    options = options_of(sharp, draft=NgramDraft(), gamma="auto", steps_per_chunk=2)
+    work, choice = Chunks(options, 2), GammaChoice(LADDER, 2)
+    committed = np.array([[1, 2, 7, 7, -1], [2, 3, 7, 7, 7]])
+    step = StepRecord.of(np.full(2, 2), np.zeros(2, bool), committed)
+    record = jax.tree.map(lambda x: np.stack([x, x]), step)
+
+    def chunk() -> Chunk:
+        return Chunk(record, 2, choice, 0.0, 0.0, filled={1})
+
+    work.finish(chunk())
+    assert work._acceptance.accepted.begun[:, :2].tolist() == [[2, 2], [0, 0]]
+    assert choice.rows_met == 1
+    assert work.paces.tolist() == [4, 6]
+    work.running.append(chunk())
+    assert work._left_after_work(np.array([9, 9])).tolist() == [5, 9]
+
+
+def test_a_row_that_is_met_replaces_all_of_an_older_one():
+    """Its drafts were shorter: of longer ones nothing is known."""
+    choice = GammaChoice(LADDER, 2)
+    choice.met(np.full((KINDS, 5), 3))
+    choice.met(np.array([[2, 1]]))
+    assert choice.kinds.begun[0].tolist() == [2, *[0] * 15]
+    assert choice.kinds.gone_on[0].tolist() == [1, *[0] * 15]
+    assert choice.kinds.begun[1, :5].tolist() == [3, 3, 3, 3, 0]
 
 
 # --- in generation ---------------------------------------------------------------------------

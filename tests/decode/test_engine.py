@@ -7,10 +7,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from jspec.cache import Cache, LinearLayout
 from jspec.config import SamplingParams
 from jspec.decode import engine as engine_module
+from jspec.decode import slot_prefill
 from jspec.decode.engine import Engine
 from jspec.decode.programs import Programs
+from tests.conftest import TINY
 from tests.decode.common import MIXED, prompts
 from tests.decode.conftest import COMPILED
 from tests.decode.engines import apart, check_arrivals, engine_of, known, work
@@ -244,6 +247,17 @@ def test_a_prompt_begins_with_what_its_drafter_has_after_its_prefix(tiny):
     prefill.share(row)
     prefill.begin(np.append(prefix, 5))
     check(other)
+
+
+def test_a_pass_over_short_prompts_has_a_page_for_every_position():
+    """12 positions are two pages of 5 and a part of one."""
+    shapes = {"low": ((2, 16), None)}
+    cache = Cache.create(
+        TINY.layers, [LinearLayout(64)] * 2, 1, "float32", pages=lambda *_: shapes, page=5
+    )
+    shorter = slot_prefill._short(cache, 2, 12)
+    assert [x["low"].shape[:2] for x in shorter.pages] == [(2, 3)] * 2
+    assert [x["keys"].shape[:2] for x in shorter.columns] == [(2, 12)] * 2
 
 
 # --- prefixes ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from jspec.cache import LinearLayout, RingLayout, StripedLayout
 from jspec.config import SamplingParams
 from jspec.decode import generation, prefill, runner
-from jspec.decode.draft import ModelDraft
+from jspec.decode.draft import ModelDraft, NgramDraft
 from jspec.decode.generation import first_capacity, generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.rows import grow_capacity
@@ -62,19 +62,20 @@ def windowed():
 
 
 def test_every_column_keeps_its_contents_and_frees_the_old_array(windowed):
-    state = start_decoding(windowed, PROMPTS, PARAMS, PLAIN, capacity=8, grows=True)
-    assert state.cache.layouts == (LinearLayout(8), RingLayout(4), LinearLayout(8))
+    config = StepConfig(5, NgramDraft())  # a ring of more positions than the first capacity
+    state = start_decoding(windowed, PROMPTS, PARAMS, config, capacity=8, grows=True)
+    assert state.cache.layouts == (LinearLayout(8), RingLayout(9), LinearLayout(8))
     before = jax.tree.map(np.asarray, (state.cache.columns, state.tokens))
     old = jax.tree.leaves((state.cache.columns[0], state.cache.columns[2], state.tokens))
-    after = grow_capacity(state, 20, PLAIN)
+    after = grow_capacity(state, 20, config)
     assert all(x.is_deleted() for x in old)
-    assert after.cache.layouts == (LinearLayout(20), RingLayout(4), LinearLayout(20))
+    assert after.cache.layouts == (LinearLayout(20), RingLayout(9), LinearLayout(20))
     assert after.tokens.shape == (2, 20)
     after_copy = jax.tree.map(np.asarray, (after.cache.columns, after.tokens))
     for was, now in zip(*map(jax.tree.leaves, (before, after_copy)), strict=True):
         np.testing.assert_array_equal(now[:, : was.shape[1]], was)
     assert (after_copy[1][:, 8:] == -1).all()
-    same = grow_capacity(after, 20, PLAIN)
+    same = grow_capacity(after, 20, config)
     assert not any(x.is_deleted() for x in jax.tree.leaves(same))
 
 

@@ -58,8 +58,11 @@ def tokens_that_score(policy: Guided, row: int) -> list[int]:
     }[policy.collect]
 
 
-def expected_picks(policy: Guided, q, keys, row: int) -> list[set[int]]:
-    """The positions that each KV head reads, from logits or softmax weights of every query."""
+def expected_picks(policy: Guided, q, keys, sinks, row: int) -> list[set[int]]:
+    """The positions that each KV head reads, from logits or softmax weights of every query.
+
+    Of the weights a sink of each head, ``sinks [N]``, takes its share.
+    """
     context_len = int(LENGTHS[row])
     means = np.zeros((2, context_len))
     for head in range(4):
@@ -67,7 +70,7 @@ def expected_picks(policy: Guided, q, keys, row: int) -> list[set[int]]:
             logits = (
                 keys[row, : context_len + token + 1, head // 2] @ q[row, token, head] / np.sqrt(8)
             )
-            weights = np.exp(logits) / np.exp(logits).sum()
+            weights = np.exp(logits) / (np.exp(logits).sum() + np.exp(sinks[head]))
             means[head // 2] += (weights if policy.score == "weight" else logits)[:context_len]
     if policy.score == "softmax":
         means /= 2 * len(tokens_that_score(policy, row))
@@ -115,13 +118,15 @@ def test_it_picks_the_highest_means(name, layout):
     cache = filled(Dense(), layout, junk=np.nan)
     positions, accepted = np.array(POSITIONS, np.int32), np.array(ACCEPTED, np.int32)
     q, k, v = random(BATCH, 4, 4, 8, seed=5), random(BATCH, 4, 2, 8), random(BATCH, 4, 2, 4)
+    sinks = np.float32([9.0, -9.0, 0.0, 3.0])
 
     @jax.jit
     def run(q, k, v, cache):
         attend = CollectingAttend(positions, cache.lengths, policy=policy)
-        out, after = attend(0, q, k, v, Collecting(cache))
+        out, after = attend(0, q, k, v, Collecting(cache), sinks=jnp.asarray(sinks))
         picked = picks(policy, after.cache, after.collected, positions, accepted)
-        return (out, DenseAttend(positions)(0, q, k, v, cache)[0]), keys_of(after.cache), picked
+        dense, _ = DenseAttend(positions)(0, q, k, v, cache, sinks=jnp.asarray(sinks))
+        return (out, dense), keys_of(after.cache), picked
 
     def keys_of(cache):
         return jnp.take(cache.keys(0), layout.slots(jnp.arange(CAPACITY, dtype=jnp.int32)), axis=1)
@@ -133,7 +138,7 @@ def test_it_picks_the_highest_means(name, layout):
     assert picked.ndim == 2 + policy.per_head
     for row in range(BATCH):
         per_head = picked[row] if policy.per_head else np.stack([picked[row]] * 2)
-        right = expected_picks(policy, np.float64(q), keys, row)
+        right = expected_picks(policy, np.float64(q), keys, np.float64(sinks), row)
         for got, best in zip(per_head, right, strict=True):
             got = got[got >= 0].tolist()
             assert len(set(got)) == len(got)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.cache import Cache, LinearLayout
 from jspec.config import SamplingParams
 from jspec.decode import generation, prefill
 from jspec.decode.draft import NgramDraft, NoDraft, SelfDraft
@@ -17,6 +18,7 @@ from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk
 from jspec.policies import Dense, ExactTopK, Loki, Policy, Quest, Selection, Streaming
 from jspec.policies.attend import run_selected
+from jspec.policies.pass_state import PassState
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
 from tests.policies import reference
@@ -178,6 +180,16 @@ def test_a_selection_serves_several_layers():
     each, *_ = run(model, tokens, positions, state.cache, context_len, 1, policy=always)
     assert scored[3:] == [1, 3, 4, 5, 6]
     assert not np.array_equal(hidden, each)
+
+
+def test_a_selection_per_head_serves_layers_of_as_many_heads():
+    spec = TINY.layers[0]
+    specs = [spec, spec, dataclasses.replace(spec, kv_heads=4)]
+    cache = Cache.create(specs, [LinearLayout(8)] * 3, 1, jnp.float32)
+    per_head, shared = (jnp.zeros(shape, jnp.int32) for shape in ((1, 2, 3), (1, 3)))
+    for positions, serves in ((per_head, [True, False]), (shared, [True, True])):
+        state = PassState(cache).after_layer(cache, Selection(positions, num_layers=3))
+        assert [state.shared_positions(layer) is not None for layer in (1, 2)] == serves
 
 
 @dataclasses.dataclass(frozen=True)

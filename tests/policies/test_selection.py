@@ -93,7 +93,7 @@ def test_a_needle_is_selected_at_either_end(name, depth):
 
 def test_pages_do_not_depend_on_how_tokens_came():
     """Committed one by one, in blocks, with rejected tokens after them; once more changes none."""
-    policy = Quest(page=4)
+    policy = Quest(page=4, dense_layers=0)
     expected = filled(policy, LinearLayout(CAPACITY), LENGTHS)
     cache = create_cache(policy, [SPEC], [LinearLayout(CAPACITY)], len(LENGTHS), jnp.float32)
     k, v = random(len(LENGTHS), CAPACITY, 2, 8, seed=1), jnp.zeros((len(LENGTHS), CAPACITY, 2, 4))
@@ -111,6 +111,7 @@ def test_pages_do_not_depend_on_how_tokens_came():
         for name, x in cache.pages[0].items():
             np.testing.assert_array_equal(again.pages[0][name], x)
         before = after
+    assert expected.pages[0].keys() == {"low", "high"}
     for name, x in expected.pages[0].items():
         np.testing.assert_array_equal(cache.pages[0][name], x)
         assert x.shape == (len(LENGTHS), CAPACITY // 4, 2, 8)
