@@ -362,7 +362,7 @@ def test_what_has_nothing_to_choose_is_refused(settings, message, tiny):
 )
 def test_a_second_model_takes_up_what_was_decoded_while_it_rested(draft, tiny, monkeypatch):
     """The target as its own draft model is always right, where its cache lacks nothing."""
-    monkeypatch.setattr(chunks, "SYNC_TOKENS", 3)  # so that six tokens take several passes
+    monkeypatch.setattr(chunks, "SYNC_TOKENS", 4)  # so that six tokens take several passes
     cycle_gammas(monkeypatch, (0, 0, 0, 2))
     plain = generate(tiny, prompts(), requests(), draft=None)
     settings = {"draft": draft, "draft_model": tiny, "steps_per_chunk": 2}
