@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jspec.config import SamplingParams
 from jspec.decode.draft import Chain, GuidedDraft, NgramDraft, NoDraft, SelfDraft, named_draft
 from jspec.decode.draft.autoregressive import alternating_scan
+from jspec.decode.draft.guided import Guide
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.rows import grow_capacity
@@ -117,6 +119,12 @@ def test_sync_replaces_no_selection_of_a_verification(tiny):
     initial = check(state)
     assert initial.max(axis=1).tolist() == [38, 7]
     assert (check(step(Models(tiny), state)) != initial).any()
+
+
+def test_a_guide_on_a_mesh_is_of_a_devices_positions_and_heads():
+    shared, per_head = (jnp.zeros(shape, jnp.int32) for shape in ((3, 8), (3, 2, 8)))
+    specs = Guide((shared, None, per_head), jnp.zeros((3, 4), jnp.int32)).partition_specs("t", "k")
+    assert specs == Guide((P(None, "k"), None, P(None, "t", "k")), P())  # pyright: ignore
 
 
 def test_more_room_gives_a_ratio_more_room(sharp):

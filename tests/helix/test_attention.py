@@ -1,5 +1,6 @@
 """Attention on a KVP x TPA mesh against numpy's, row by row, over 8 virtual devices."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -18,7 +19,7 @@ from jspec.helix.attention import all_to_all_merge
 from jspec.helix.mesh import STRATEGIES, Strategy
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.merge import merge_attention
-from jspec.policies.read import selected_slots
+from jspec.policies.read import in_slots, selected_slots
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 BLOCK, SIZE = 4, 8
@@ -280,8 +281,14 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
     positions = jnp.arange(-1, 64, dtype=jnp.int32)
     newest = jnp.asarray([-1, 0, 22, 63], jnp.int32)
 
+    is_read_by_slots = []
+
     def body():
         layout = whole.part("kvp")
+        for window in (None, 17):  # a window is one of positions
+            local = dataclasses.replace(spec, window=window)
+            cache = Cache.create((local,), (layout,), 1, jnp.float32)
+            is_read_by_slots.append(in_slots(cache, 0, positions[None])[1] is None)
         slots = jnp.arange(layout.size, dtype=jnp.int32)
         parts = layout.slots(positions), layout.slot_positions(newest), layout.at(slots)
         read = selected_slots(layout, positions[None], positions[None])[:2]
@@ -289,6 +296,7 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=(), out_specs=P("kvp"))
     slots, stored, at, last_slots, read = jax.device_get(jax.jit(run)())
+    assert is_read_by_slots == [not wraps, False]
     np.testing.assert_array_equal(
         np.concatenate(list(stored), axis=1), whole.slot_positions(newest)
     )

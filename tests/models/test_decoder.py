@@ -114,15 +114,35 @@ def expected_logits(w, config: ModelConfig, tokens):
     return np.array([rms_norm(row, w["norm.scale"], eps) for row in x]) @ w["head.kernel"]
 
 
+class Predicting:
+    """`causal`; ``cache`` also collects the queries that each layer predicts for the next one."""
+
+    accepts_qk_rope = accepts_next_queries = True
+
+    def __call__(self, layer, q, k, v, cache, *, qk_rope, next_queries=None):
+        entries, predicted = cache
+        out, entries = causal(layer, *qk_rope(q, k), v, entries)
+        return out, (entries, [*predicted, None if next_queries is None else next_queries()])
+
+
 def test_layers_may_differ_in_heads_sizes_and_rope():
     model = random_decoder(UNEQUAL)
     tokens = np.array([[3, 1, 12, 0, 7, 7, 5, 9, 2]], np.int32)
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    run = jax.jit(lambda model, tokens, positions: model(tokens, positions, causal, []))
-    hidden, projections = run(model, tokens, positions)
+
+    @jax.jit
+    def run(model, tokens, positions):
+        angles = model.angles(positions, UNEQUAL.layers[1])
+        second = model.layers[1].queries(model.embed(tokens), angles)
+        return *model(tokens, positions, Predicting(), ([], [])), second
+
+    hidden, (projections, predicted), second = run(model, tokens, positions)
     weights = {name: value.astype(np.float64) for name, value in parameters(model).items()}
     want = expected_logits(weights, UNEQUAL, tokens[0])
     np.testing.assert_allclose(model.logits(hidden)[0], want, atol=1e-4 * want.std(), rtol=0)
+    # Of the second layer, which has a rope of its own, by the input of the first.
+    np.testing.assert_array_equal(predicted[0], second)
+    assert predicted[2] is None
     for spec, (q, k, v) in zip(UNEQUAL.layers, projections, strict=True):
         assert q.shape == (1, 9, 4, spec.key_size)
         assert k.shape == (1, 9, spec.kv_heads, spec.key_size)

@@ -232,6 +232,8 @@ def test_the_cache_holds_one_latent_a_token():
     shapes = {name: value.shape for name, value in parameters(model).items()}
     assert shapes["layers.1.attention.kv_up.kernel"] == (24, 4 * (12 + 16))
     assert shapes["layers.1.mlp.experts.gate_up.kernel"] == (8, 32, 2, 12)
+    # Whatever rms_norm_eps says of the other norms, here 1e-5.
+    assert model.layers[1].attention.kv_norm.eps == 1e-6
     recorded = []
 
     def attend(layer, q, k, v, cache, *, up):
