@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.cache import RingLayout
 from jspec.config import SamplingParams
 from jspec.decode import generation
 from jspec.decode.draft import (
@@ -27,7 +28,8 @@ from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import speculative_step
-from jspec.policies import Dense, Hata, Quest, Streaming, Vegas
+from jspec.policies import Dense, ExactTopK, Hata, Quest, Streaming, Vegas
+from tests.conftest import ONE_LAYER, TINY, make_decoder
 from tests.decode.common import NGRAM, STREAMING, prompts, requests
 
 PAGES = SelfDraft(Quest(budget=12, page=4, sinks=1, recent=2, dense_layers=0))
@@ -136,6 +138,16 @@ def test_the_draft_model_of_a_chain_lacks_no_key(sharp):
     np.testing.assert_allclose(of_draft, state.cache.keys(0)[0, :known], atol=1e-4)
 
 
+def test_the_rings_of_a_chains_draft_model_have_room_for_its_last_round(sharp):
+    """Up to ``inner`` tokens past a whole draft: a window of 3, 4 of the draft, 2, and one."""
+    windowed = make_decoder(
+        dataclasses.replace(ONE_LAYER, layers=(dataclasses.replace(TINY.layers[0], window=3),))
+    )
+    chain = Chain(ModelDraft(), SelfDraft(Dense()), inner=2, rounds=2)
+    levels = chain.init(Models(sharp, windowed), 1, 64, 4)
+    assert levels.first.layouts == (RingLayout(10),)
+
+
 def test_a_draft_changes_nothing_that_is_committed(sharp):
     """Tokens, lengths and the index are those of before; the cache differs past the lengths."""
     config = StepConfig(6, PAIRS["suffix-quest"])
@@ -164,15 +176,16 @@ class Fixed(Drafter):
         return Drafted(tokens, jnp.full(shape[:1], gamma, jnp.int32)), state
 
 
-def test_the_law_of_a_token_ignores_the_draft_behind_it(sharp):
+def test_the_law_of_a_token_ignores_the_draft_behind_it(tiny):
     """The selection is made by the first query of a round: another draft changes no bit."""
     params = [
         SamplingParams(max_new_tokens=30, temperature=1.0, seed=3, stop_tokens=(stop,))
         for stop in (7, 30)
     ]
-    config = StepConfig(6, Chain(Fixed(), PAGES, inner=2, rounds=1))
-    state = start_decoding(sharp, prompts((50,)) * 2, params, config)
-    propose = jax.jit(lambda state: config.draft.draft(Models(sharp), state, config.gamma)[0])
+    scored = SelfDraft(ExactTopK(budget=6, sinks=0, recent=0, dense_layers=0))
+    config = StepConfig(6, Chain(Fixed(), scored, inner=2, rounds=1))
+    state = start_decoding(tiny, prompts((50,)) * 2, params, config)
+    propose = jax.jit(lambda state: config.draft.draft(Models(tiny), state, config.gamma)[0])
     logits = np.asarray(propose(state).logits)
     assert logits[0, 0].any()
     np.testing.assert_array_equal(logits[0, 0], logits[1, 0])

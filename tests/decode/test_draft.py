@@ -101,6 +101,9 @@ def test_drafts_stay_within_limits(blank):
     room = np.maximum(limits - 20 - 1, 0)
     expected = np.where(done, 0, np.minimum(np.minimum(room, draft_limits), 5))
     np.testing.assert_array_equal(got.lengths, expected)
+    # Nor does it write past the last token, for which there may be no slot.
+    beyond = state.beyond(state.limits[:, None] + jnp.arange(-1, 1, dtype=jnp.int32)[None])
+    np.testing.assert_array_equal(beyond, np.stack([done, np.ones(64, bool)], axis=1))
 
 
 def greedy(model, text: list[int]) -> int:

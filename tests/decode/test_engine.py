@@ -247,6 +247,8 @@ def test_a_prompt_begins_with_what_its_drafter_has_after_its_prefix(tiny):
     prefill.share(row)
     prefill.begin(np.append(prefix, 5))
     check(other)
+    prefill.begin(prefix)  # which leaves no token for the first step
+    check(first)
 
 
 def test_a_pass_over_short_prompts_has_a_page_for_every_position():

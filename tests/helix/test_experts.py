@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jspec.helix import HelixConfig
 from jspec.helix.sharded import decoder_spec
+from jspec.models import experts
 from jspec.models.experts import MixtureOfExperts
+from jspec.ops.grouped import grouped_linear
 from jspec.ops.norm import RMS
 from jspec.parts import Experts
 
@@ -53,6 +55,20 @@ def on_mesh(made: MixtureOfExperts, helix: HelixConfig, x):
         out_specs=P(),
     )
     return jax.jit(run).lower(state, x).compile(), state
+
+
+def poisoned(x, kernel, starts, *rest, scatter_indices=None, **settings):
+    """`grouped_linear` with NaN in the rows after the last group, which are not specified."""
+    out = grouped_linear(x, kernel, starts, *rest, scatter_indices=scatter_indices, **settings)
+    is_after = jnp.arange(len(out)) >= starts[-1]
+    if scatter_indices is not None:
+        is_after = jnp.zeros_like(is_after).at[scatter_indices].set(is_after)
+    return jnp.where(is_after[:, None], jnp.nan, out)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    monkeypatch.setattr(experts, "grouped_linear", poisoned)
 
 
 def check(kvp: int, tpa: int, ep: int, shared_size: int | None, favoured: int | None) -> None:

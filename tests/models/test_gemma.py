@@ -23,11 +23,13 @@ from jspec import (
     load_tokenizer,
     save_model,
 )
+from jspec.models.decoder import Decoder
 from jspec.models.families import model_config
 from jspec.ops.append import APPEND, QKRope
 from jspec.ops.linear import LINEAR
 from jspec.ops.norm import RMS
 from jspec.policies import ExactTopK
+from tests.conftest import ONE_LAYER
 from tests.models.goldens import GOLDEN
 from tests.models.helpers import assert_equal, logits_of, one_pass, parameters
 from tests.models.tokenizers import byte_fallback
@@ -220,6 +222,16 @@ def test_centered_norms_are_computed_in_float32():
     got = RMS(scale, 1e-6, centered=True)(x)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, jnp.asarray(expected, jnp.bfloat16))
+
+
+def test_the_scale_of_embeddings_has_their_dtype():
+    """The root of Gemma 7B's 3072 is 55.4; transformers rounds it to 55.5 in bfloat16."""
+    config = dataclasses.replace(ONE_LAYER, embedding_scale=3072**0.5)
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=None)
+    embedding = np.random.default_rng(0).normal(size=(41, 32)).astype(jnp.bfloat16)
+    model.embedding = nnx.Param(jnp.asarray(embedding))
+    expected = (np.float32(embedding) * 55.5).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(model.embed(np.arange(41, dtype=np.int32)[None])[0], expected)
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

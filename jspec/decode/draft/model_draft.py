@@ -91,8 +91,8 @@ class ModelDraft(Drafter):
             return _of_vocabulary(logits, models.target.config.vocab_size), (token, cache)
 
         drafted, (_, cache) = autoregressive(state, gamma, advance, (previous, state.draft))
-        end = jnp.minimum(state.cache.lengths + gamma, state.limits)
-        cache = cache.with_lengths(jnp.where(state.done, cache.lengths, end))
+        # `learn` cuts it at what is committed, in rows that are done and at limits too.
+        cache = cache.with_lengths(state.cache.lengths + gamma)
         return drafted, dataclasses.replace(state, draft=cache)
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
