@@ -27,7 +27,6 @@ ROUGH = 2e-2
 UNSURE = 1e-5
 REFERENCE = {x.name: "xla" for x in operations() if "xla" in x.backends}
 Exact = partial(jax.jit, compiler_options=AUTOTUNING_OFF)
-_ATTENDED = Exact(partial(gathered_attention, implementation="xla"))
 
 
 def is_right(policy: Policy, policy_params: Any, cache: Cache, token: Token, outputs: Any) -> bool:
@@ -36,21 +35,31 @@ def is_right(policy: Policy, policy_params: Any, cache: Cache, token: Token, out
     q, k, v = token.parts()
     if chosen is None:
         size = cache.layouts[0].size
-        chosen = jnp.broadcast_to(jnp.arange(size - 1, dtype=jnp.int32), (len(out), size - 1))
+        chosen = np.broadcast_to(np.arange(size - 1, dtype=np.int32), (len(out), size - 1))
     elif isinstance(policy, ScoredPolicy) and not selects(
         policy, policy_params, cache, q, chosen, token
     ):
         return False
-    selection = policy.select(policy_params, 0, cache, q, token.context_len)
-    weights = None if selection.log_weights is None else selection.log_weights(q)
-    newest = token.context_len[:, None]
-    arguments = q, cache.keys(0), cache.values(0), newest, chosen, newest, token.context_len
     with jax.default_matmul_precision("highest"):
-        expected, _ = _ATTENDED(*arguments, log_weights=weights)
+        expected = _attended(policy, policy_params, cache, q, chosen, token.context_len)
     expected = np.asarray(expected, np.float32)
     error = np.linalg.norm(np.asarray(out, np.float32) - expected, axis=-1)
     near = error <= TOLERANCE * np.linalg.norm(expected, axis=-1)
-    return bool(near.all()) and _written(policy, policy_params, cache, token.context_len, k, v)
+    return bool(near.all()) and bool(
+        _written(policy, policy_params, cache, token.context_len, k, v)
+    )
+
+
+@partial(Exact, static_argnums=0)
+def _attended(
+    policy: Policy, policy_params: Any, cache: Cache, q: Array, chosen: Array, context_len: Array
+) -> Array:
+    """The attention of ``q`` over the ``chosen`` positions and the new token."""
+    selection = policy.select(policy_params, 0, cache, q, context_len)
+    weights = None if selection.log_weights is None else selection.log_weights(q)
+    newest = context_len[:, None]
+    arguments = q, cache.keys(0), cache.values(0), newest, chosen, newest, context_len
+    return gathered_attention(*arguments, log_weights=weights, implementation="xla")[0]
 
 
 def selects(
@@ -60,18 +69,29 @@ def selects(
 
     Scores within rounding of the lowest chosen one may be chosen or not.
     """
+    return bool(_selects(policy, policy_params, cache, q, chosen, token.context_len))
+
+
+@partial(Exact, static_argnums=0)
+def _selects(
+    policy: ScoredPolicy,
+    policy_params: Any,
+    cache: Cache,
+    q: Array,
+    chosen: Array,
+    context_len: Array,
+) -> Array:
     with use_backends(REFERENCE):
-        score = jax.jit(lambda *arguments: policy.score(arguments[0], 0, *arguments[1:]))
-        scores = score(policy_params, cache, q)
+        scores = policy.score(policy_params, 0, cache, q)
     if jnp.issubdtype(scores.dtype, jnp.integer):  # a negative one is never selected
         scores = jnp.where(scores < 0, -jnp.inf, scores.astype(jnp.float32))
     deviation = jnp.nanstd(jnp.where(jnp.isfinite(scores), scores, jnp.nan), axis=-1)
     page = policy.page_size
     agrees = _agrees(
-        *(scores, ROUGH * deviation, chosen, token.context_len),
-        *(page, _forced(policy), policy.budget // page),
+        *(scores, ROUGH * deviation, chosen, context_len),
+        *(page, _forced(policy), int(policy.budget) // page),
     )
-    return bool((agrees | has_unsure_bits(policy, policy_params, q, scores.shape[1])).all())
+    return (agrees | has_unsure_bits(policy, policy_params, q, scores.shape[1])).all()
 
 
 def has_unsure_bits(policy: Policy, policy_params: Any, x: Array, kv_heads: int) -> Array:
@@ -100,7 +120,6 @@ def _forced(policy: ScoredPolicy) -> tuple[int, int]:
     return whole_pages(policy.sinks, page), max_pages_of(recent, page)
 
 
-@partial(Exact, static_argnums=(4, 5, 6))
 def _agrees(
     scores: Array,
     doubt: Array,
@@ -138,26 +157,24 @@ def _agrees(
     return as_expected.all(axis=-1) & as_many
 
 
+@partial(Exact, static_argnums=0)
 def _written(
     policy: Policy, policy_params: Any, cache: Cache, context_len: Array, k: Array, v: Array
-) -> bool:
+) -> Array:
     """Whether the new token's key, value and columns are in its slot."""
     expected_columns = {"keys": k, "values": v, **policy.encoder(policy_params, 0)(k, v)}
     rows = jnp.arange(len(context_len))[:, None]
+    right = []
     for name, column in cache.columns[0].items():
-        actual, expected = (
-            column[rows, context_len[:, None]],
-            expected_columns[name].astype(column.dtype),
-        )
+        actual = column[rows, context_len[:, None]]
+        expected = expected_columns[name].astype(column.dtype)
         if jnp.issubdtype(column.dtype, jnp.floating):
             error = jnp.linalg.norm((actual - expected).astype(jnp.float32))
-            good = error <= ROUGH * jnp.linalg.norm(expected.astype(jnp.float32))
+            right.append(error <= ROUGH * jnp.linalg.norm(expected.astype(jnp.float32)))
         else:
             centered = k.astype(jnp.float32)
             if isinstance(policy, MagicPIG):
                 centered -= policy_params[0]["center"][None, None]
             unsure = has_unsure_bits(policy, policy_params, centered, k.shape[2])
-            good = ((actual == expected).all(axis=(1, 3)) | unsure).all()
-        if not good:
-            return False
-    return True
+            right.append(((actual == expected).all(axis=(1, 3)) | unsure).all())
+    return jnp.stack(right).all()
