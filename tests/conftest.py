@@ -131,7 +131,9 @@ def _clear_programs():
             value.clear_cache()
     if not MAPS.exists() or MAPS.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
+        gc.unfreeze()
     gc.collect()
+    gc.freeze()  # what is left stays: looking at it again after each module took 8 % of the time
 
 
 @pytest.fixture(scope="module", autouse=JAX_0_10)

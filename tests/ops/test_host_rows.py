@@ -29,7 +29,7 @@ over_memories = pytest.mark.parametrize("memory", MEMORIES)
 def put(memory, columns):
     if memory == "host":
         return tuple(host.place_in_host(x, None) for x in columns)
-    return tuple(map(jnp.asarray, columns))
+    return jax.device_put(tuple(columns))
 
 
 def skip_or_run(function, operation, backend, *arguments):
@@ -52,11 +52,11 @@ def rows_by_hand(column: np.ndarray, slots: np.ndarray) -> np.ndarray:
 @every_case(FETCH_ROWS)
 def test_rows_are_those_of_the_columns(case, backend, memory):
     columns, slots, *there = case.build()
-    arguments = put(memory, columns), jnp.asarray(slots)
+    arguments = put(memory, columns), jax.device_put(slots)
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
     device_rows, prefetched = (
-        None if rows is None else (put("device", rows), jnp.asarray(early))
+        None if rows is None else (put("device", rows), jax.device_put(early))
         for rows, early in (there[:2], there[2:])
     )
     copies = {
@@ -81,7 +81,7 @@ def test_device_rows_come_before_prefetched_rows_and_those_before_the_column(bac
             [[1, 2, 3, 4, 39], [5, 6, 7, 8, -1]],
         )
     )
-    arguments = put("host", [column]), jnp.asarray(slots)
+    arguments = put("host", [column]), jax.device_put(slots)
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
     there = [
@@ -109,7 +109,7 @@ def test_what_was_fetched_ahead_is_not_fetched_again(backend):
     column = np.arange(2 * 40 * 2 * 4, dtype=np.float32).reshape(2, 40, 2, 4)
     early = np.array([[[0, 7, 39, -1], [-1] * 4], [[3, 4, 5, 6], [38, 39, -1, -1]]], np.int32)
     slots = np.array([[[0, 8, 39], [1, 2, 3]], [[2, 6, 7], [39, 38, -1]]], np.int32)
-    arguments = put("host", [column]), jnp.asarray(slots)
+    arguments = put("host", [column]), jax.device_put(slots)
     if reason := FETCH_ROWS.backend(backend).supports(*arguments):
         pytest.skip(f"{backend}: {reason}")
     rows = jax.device_put(-1 - rows_by_hand(column, early))
@@ -125,11 +125,11 @@ def test_what_was_fetched_ahead_is_not_fetched_again(backend):
 @every_backend(FETCH_AHEAD)
 def test_rows_on_their_way_arrive(backend, memory):
     columns, slots, through, early = FETCH_AHEAD.cases()[0].build()
-    arguments = put(memory, columns), jnp.asarray(slots), jnp.asarray(through)
+    arguments = put(memory, columns), jax.device_put(slots), jax.device_put(through)
     if reason := FETCH_AHEAD.backend(backend).supports(*arguments, None):
         pytest.skip(f"{backend}: {reason}")
     rows = put("device", [rows_by_hand(column, early) for column in columns])
-    for device_rows in (None, DeviceRows(rows, jnp.asarray(early))):
+    for device_rows in (None, DeviceRows(rows, jax.device_put(early))):
         fetch = functools.partial(fetch_ahead, implementation=backend, device_rows=device_rows)
         prefetched, same = jax.jit(fetch)(*arguments)
         assert prefetched.backend == backend
@@ -150,9 +150,9 @@ def test_what_is_near_is_not_fetched_ahead(backend):
             if early[b, head, i] >= 0:
                 column[b, early[b, head, i], head] = 12345
     rows = put("device", [rows_by_hand(column, early) for column in columns])
-    device_rows = DeviceRows(rows, jnp.asarray(early))
+    device_rows = DeviceRows(rows, jax.device_put(early))
     fetch = functools.partial(fetch_ahead, device_rows=device_rows)
-    arguments = put("host", marked), jnp.asarray(slots), jnp.asarray(through)
+    arguments = put("host", marked), jax.device_put(slots), jax.device_put(through)
     if reason := FETCH_AHEAD.backend(backend).supports(*arguments, device_rows.slots):
         pytest.skip(f"{backend}: {reason}")
     prefetched, _ = jax.jit(functools.partial(fetch, implementation=backend))(*arguments)
@@ -170,7 +170,7 @@ def test_what_is_near_is_not_fetched_ahead(backend):
 @every_case(STORE_ROWS)
 def test_stored_rows_are_in_their_slots(case, backend, memory):
     columns, rows, slots = case.build()
-    arguments = put(memory, columns), put("device", rows), jnp.asarray(slots)
+    arguments = put(memory, columns), put("device", rows), jax.device_put(slots)
     got = skip_or_run(store_rows, STORE_ROWS, backend, *arguments)
     for have, column, row in zip(got, columns, rows, strict=True):
         expected = column.copy()

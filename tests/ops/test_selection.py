@@ -49,7 +49,7 @@ def test_every_budget_of_every_length(dtype, backend):
     counts = np.broadcast_to(np.arange(9, dtype=np.int32), (4, 14, 9)).copy()
     lengths = np.broadcast_to(np.arange(14, dtype=np.int32)[:, None], (4, 14, 9)).copy()
     static = {"k": 8, "sinks": 2, "recent": 3, "highest": 2 if dtype == "int32" else None}
-    got = run(backend, tuple(map(jnp.asarray, (scores, counts, lengths))), **static)
+    got = run(backend, jax.device_put((scores, counts, lengths)), **static)
     np.testing.assert_array_equal(got, by_sorting(scores, counts, lengths, **static))
 
 
@@ -64,7 +64,7 @@ def test_slots_behind_the_length_are_never_read_as_scores(backend):
     expected = by_sorting(scores, counts, lengths, **static)
     for value in (np.inf, np.nan):
         masked = np.where(behind, np.float32(value), scores)
-        got = run(backend, tuple(map(jnp.asarray, (masked, counts, lengths))), **static)
+        got = run(backend, jax.device_put((masked, counts, lengths)), **static)
         np.testing.assert_array_equal(got, expected)
 
 
@@ -75,14 +75,14 @@ def test_scores_at_the_ends_of_their_type(backend):
     scores = np.repeat(scores, 8, axis=0)
     counts, lengths = np.arange(8, dtype=np.int32), np.full(8, 7, np.int32)
     static = {"k": 7, "sinks": 0, "recent": 0, "highest": None}
-    got = run(backend, tuple(map(jnp.asarray, (scores, counts, lengths))), **static)
+    got = run(backend, jax.device_put((scores, counts, lengths)), **static)
     np.testing.assert_array_equal(got, by_sorting(scores, counts, lengths, **static))
     tiny = np.finfo(np.float32)
     floats = np.array(
         [[tiny.max, -0.0, tiny.smallest_subnormal, 0.0, tiny.min, -tiny.tiny, np.nan]]
     )
     floats = np.repeat(floats.astype(np.float32), 8, axis=0)
-    got = run(backend, tuple(map(jnp.asarray, (floats, counts, lengths))), **static)
+    got = run(backend, jax.device_put((floats, counts, lengths)), **static)
     np.testing.assert_array_equal(got, by_sorting(floats, counts, lengths, **static))
 
 
@@ -108,7 +108,7 @@ def test_select_inside_shard_map(backend):
     scores = rows_of_scores(2 * devices, 40, "float32", 0)
     counts, lengths = (np.full(2 * devices, x, np.int32) for x in (7, 33))
     static = {"k": 7, "sinks": 1, "recent": 2, "highest": None}
-    arguments = tuple(map(jnp.asarray, (scores, counts, lengths)))
+    arguments = jax.device_put((scores, counts, lengths))
     run(backend, arguments, **static)  # skips where it refuses
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P("x")

@@ -15,7 +15,7 @@ LAST_ID = 2**31 - 1
 
 
 def int32(x):
-    return jnp.asarray(x, jnp.int32)
+    return jax.device_put(np.asarray(x, np.int32))
 
 
 def outcome(draft: list[int], target: list[int], length: int, stops: list[int]) -> dict:
@@ -118,7 +118,7 @@ def test_greedy_of_long_drafts(gamma, dtype, backend):
     expected = [outcome(*row) for row in zip(*inputs, strict=True)]
     assert {e["accepted"] for e in expected} == set(range(gamma + 1))
     with jax.enable_x64(dtype == jnp.int64):
-        tokens = [jnp.asarray(x, dtype) for x in (draft, target, stops)]
+        tokens = [jax.device_put(np.asarray(x, dtype)) for x in (draft, target, stops)]
         got = greedy(backend, *tokens[:2], int32(lengths), tokens[2])
     assert_outcomes(got, expected, dtype)
 

@@ -27,6 +27,9 @@ EDGES = {
 }
 
 
+commit_pages = jax.jit(with_pages, static_argnums=(0, 5))
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy, policy_params, cache, q):
     return policy.select(policy_params, 0, cache, q, cache.lengths).positions
@@ -83,10 +86,8 @@ def test_a_needle_is_selected_at_either_end(name, depth):
     needle = sample.mean(axis=0) + 10 * np.asarray(q[0, 0, ::2], np.float64)
     keys = cache.keys(0).at[0, place].set(jnp.asarray(needle, jnp.float32))
     cache = cache.replaced(0, keys=keys, **policy.encoder(policy_params, 0)(keys, None))
-    cache = with_pages(
-        *(policy, policy_params, cache, jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32)),
-        max_new=CAPACITY,
-    )
+    lengths = np.zeros(1, np.int32), np.array([length], np.int32)
+    cache = commit_pages(policy, policy_params, cache, *lengths, CAPACITY)
     chosen = np.asarray(select(policy, policy_params, cache, q))
     assert all(place in chosen[0, head] for head in range(2))
 
@@ -104,10 +105,9 @@ def test_pages_do_not_depend_on_how_tokens_came():
         # What follows the committed positions is a rejected draft.
         behind = jnp.arange(CAPACITY)[None] >= after[:, None]
         drafted = jnp.where(behind[..., None, None], 99.0, k)
-        cache = with_pages(
-            policy, None, cache.replaced(0, keys=drafted, values=v), before, after, 7
-        )
-        again = with_pages(policy, None, cache, before, after, 7)
+        cache = cache.replaced(0, keys=drafted, values=v)
+        cache = commit_pages(policy, None, cache, before, after, 7)
+        again = commit_pages(policy, None, cache, before, after, 7)
         for name, x in cache.pages[0].items():
             np.testing.assert_array_equal(again.pages[0][name], x)
         before = after

@@ -204,7 +204,7 @@ def _jitted(q, k, v, positions, key_positions, **settings):
 
 
 def run(x: Inputs, implementation: str, **settings):
-    arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
+    arrays = jax.device_put(dataclasses.astuple(x))
     asked = {"scale": None, "window": None, "softcap": None, "value_size": None} | settings
     backend = ATTENTION.backends.get(implementation) and ATTENTION.backend(implementation)
     if backend and (r := backend.supports(*arrays[:4], key_positions=arrays[4], **asked)):

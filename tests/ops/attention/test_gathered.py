@@ -228,7 +228,7 @@ def _jitted(*arrays, **settings):
 
 
 def run(x: Inputs, backend: str, **settings):
-    arrays = [None if a is None else jnp.asarray(a) for a in dataclasses.astuple(x)]
+    arrays = jax.device_put(dataclasses.astuple(x))
     all_settings = settings | {"counts": arrays[-2], "log_weights": arrays[-1]}
     if reason := GATHERED.backend(backend).supports(*arrays[:-2], **all_settings):
         pytest.skip(f"{backend}: {reason}")

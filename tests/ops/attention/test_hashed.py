@@ -94,7 +94,7 @@ def _jitted(arrays, backend, static):
 
 
 def run(x, case, backend, **changed) -> dict[str, jax.Array]:
-    static, arrays = {**case.static, **changed}, jax.tree.map(jnp.asarray, x)
+    static, arrays = {**case.static, **changed}, jax.device_put(x)
     others = [arrays[name] for name in NAMES]
     if reason := HASH_ATTENTION.backend(backend).supports(*others, **static):
         pytest.skip(f"{backend}: {reason}")

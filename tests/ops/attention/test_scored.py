@@ -23,9 +23,8 @@ by_name = pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 
 def arrays(x: Inputs, case: Case):
     """Positional arguments and key positions, with the mean of each KV head's queries as probe."""
-    q, k, v, positions, stored = (
-        None if a is None else jnp.asarray(a) for a in (x.q, x.k, x.v, x.positions, x.key_positions)
-    )
+    arrays = x.q, x.k, x.v, x.positions, x.key_positions
+    q, k, v, positions, stored = jax.device_put(arrays)
     query = np.asarray(x.q, np.float32).mean(axis=1)
     query = query.reshape(len(case.lengths), case.kv_heads, -1, case.size).mean(axis=2)
     return (q, k, v, positions, jnp.asarray(query, q.dtype)), stored
