@@ -361,6 +361,12 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
+def refuse_class(name: str, value: Any) -> None:
+    """Raise `TypeError` for a class where an object of it is needed."""
+    if isinstance(value, type):
+        raise TypeError(f"{name}={value.__name__} is a class; pass one of it, {value.__name__}()")
+
+
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """``value`` as token ids. Raises `ValueError`, by ``name``, for anything but a list of them."""
     listed = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))

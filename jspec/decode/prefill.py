@@ -298,7 +298,14 @@ def init_drafter_state(
     models = Models.of(models)
 
     def init(models: Models) -> Any:
-        return config.draft.init(models, batch, capacity, config.gamma)
+        drafter_state = config.draft.init(models, batch, capacity, config.gamma)
+        for shape in map(np.shape, jax.tree.leaves(drafter_state)):
+            if shape[:1] != (batch,):
+                raise ValueError(
+                    f"{type(config.draft).__name__}.init returned an array of shape {shape}; each "
+                    f"must begin with the batch axis, here {batch} rows"
+                )
+        return drafter_state
 
     if mesh_model(models.target) is None:
         return init(models)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from jspec.config import shown, whole_number
+from jspec.config import refuse_class, shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.state import Models
 from jspec.dispatch import Backends, use_backends
 from jspec.ops.registry import step_operations
 from jspec.ops.stochastic import Rule, check_rule
 from jspec.policies import Dense, Guided, Policy
-from jspec.policies.policy import needs_params
+from jspec.policies.policy import check_policy, needs_params
 
 # Backends of the target's own passes under ``exact=True``.
 EXACT_BACKENDS = Backends(
@@ -138,8 +138,7 @@ def check_draft(draft: Any) -> None:
         return
     if isinstance(draft, str):
         raise TypeError(f"draft={shown(draft)} is a string; pass jspec.named_draft({shown(draft)})")
-    if isinstance(draft, type):
-        raise TypeError(f"draft={draft.__name__} is a class; pass one of it, {draft.__name__}()")
+    refuse_class("draft", draft)
     if isinstance(draft, Guided):
         raise TypeError(f"draft={shown(draft)} is a policy; pass GuidedDraft({shown(draft)})")
     if isinstance(draft, Policy):
@@ -149,13 +148,7 @@ def check_draft(draft: Any) -> None:
 
 def check_target(target: Any, draft: Drafter, gamma: int) -> None:
     """Raise `TypeError` for a value that is no policy, `ValueError` where it cannot decode."""
-    if not isinstance(target, Policy):
-        way_out = (
-            "pass jspec.policies.named_policy(...)"
-            if isinstance(target, str)
-            else "as Quest() is one"
-        )
-        raise TypeError(f"target={shown(target)} must be a policy; {way_out}")
+    check_policy("target", target)
     if isinstance(target, Guided):
         raise ValueError(
             f"target={shown(target)} reads what verification attended to, so it only drafts: pass "

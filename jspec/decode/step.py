@@ -13,6 +13,7 @@ from jspec.cache.layout import check_rings
 from jspec.decode.checks import check_started
 from jspec.decode.draft import Drafted, TargetPass
 from jspec.decode.draft.autoregressive import within_limits
+from jspec.decode.draft.drafter import learn_with
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
@@ -119,7 +120,7 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     after, max_new = state.cache.lengths, config.gamma + 1
     cache = with_pages(config.cache_policy, models.policy, state.cache, before, after, max_new)
     state = dataclasses.replace(state, cache=cache)
-    return config.draft.learn(state, target_pass, verified), record
+    return learn_with(config.draft, state, target_pass, verified), record
 
 
 @jax.named_scope("draft")

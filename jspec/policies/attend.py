@@ -14,7 +14,7 @@ from jspec.ops.host_rows import PrefetchedRows
 from jspec.policies.append import append_tokens
 from jspec.policies.offload import fetch_selected, is_offloaded, prefetch_next
 from jspec.policies.pass_state import PassState
-from jspec.policies.policy import Policy, TokenAttention
+from jspec.policies.policy import Policy, TokenAttention, select_with
 from jspec.policies.read import (
     finished,
     read_columns,
@@ -120,7 +120,8 @@ class SelectedAttend(Attend):
             return Selection()
         # Later queries are of draft tokens: the selection, and with it the law of the tokens
         # before them, must not depend on these.
-        return self.policy.select(self.policy_params, layer, cache, q[:, :1], self.context_len)
+        args = (self.policy_params, layer, cache, q[:, :1], self.context_len)
+        return select_with(self.policy, *args)
 
     def _prefetch(
         self, layer: int, state: PassState, next_queries: Callable[[], Array] | None, through: Array

@@ -148,7 +148,9 @@ class ScoredPolicy(Budgeted):
             below 0, is not read, unless it is a sink or recent. Scores of slots without a committed
             position are ignored, NaN included.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method score(policy_params, layer, cache, q)"
+        )
 
     @jax.named_scope("selection")
     def select(

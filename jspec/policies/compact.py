@@ -13,7 +13,7 @@ from jspec.cache import Cache
 from jspec.config import LayerSpec
 from jspec.ops.append import QKRope
 from jspec.policies.append import rotate_into
-from jspec.policies.policy import Policy
+from jspec.policies.policy import Policy, select_with
 from jspec.policies.read import picked_columns, read_columns
 from jspec.policies.selection import NewTokens, Selection
 from jspec.typing import Array, Attend
@@ -45,7 +45,7 @@ class Compact:
         for layer, spec in enumerate(cache.specs):
             selection = Selection()
             if spec.window is None:
-                selection = policy.select(policy_params, layer, cache, None, cache.lengths)
+                selection = select_with(policy, policy_params, layer, cache, None, cache.lengths)
             if selection.positions is None:
                 all_positions = cache.layouts[layer].slot_positions(cache.lengths - 1)
                 selection = dataclasses.replace(selection, positions=all_positions)

@@ -22,7 +22,7 @@ from jspec.cache.storage import (
 )
 from jspec.ops.append import rotate_and_append
 from jspec.ops.host_rows import DeviceRows, PrefetchedRows
-from jspec.policies.policy import Policy, columns_of
+from jspec.policies.policy import Policy, columns_of, select_with
 from jspec.policies.read import SelectedSlots
 from jspec.policies.selection import NewTokens
 from jspec.typing import Array
@@ -165,7 +165,7 @@ def with_room_for_device_rows(cache: Cache, policy: Policy, policy_params: Any) 
         # How many positions are selected does not depend on the number of query heads.
         shape = (len(lengths), 1, spec.kv_heads, spec.key_size)
         selected: Any = jax.eval_shape(
-            lambda q: policy.select(policy_params, layer, cache, q, lengths).positions,
+            lambda q: select_with(policy, policy_params, layer, cache, q, lengths).positions,
             jax.ShapeDtypeStruct(shape, cache.keys(layer).dtype),
         )
         return empty_device_rows(cache.columns[layer], selected.shape[-1])

@@ -12,7 +12,7 @@ from jspec.cache import Cache, LinearLayout
 from jspec.cache.cache import Shapes
 from jspec.cache.layout import Layout
 from jspec.cache.storage import HostStorage
-from jspec.config import LayerSpec
+from jspec.config import LayerSpec, refuse_class, shown
 from jspec.ops.hash import hash_encode
 from jspec.policies.selection import NewTokens, Selection
 from jspec.sharding import Placing
@@ -148,7 +148,10 @@ class Policy:
             budget_share: The share of the policy's budget to select, where it has one: below 1 to
                 prefetch what a later call is likely to select.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method "
+            "select(policy_params, layer, cache, q, context_len, budget_share)"
+        )
 
     def attend_token(
         self,
@@ -178,6 +181,24 @@ class Policy:
             The attention, or None.
         """
         return None
+
+
+def check_policy(name: str, value: Any) -> None:
+    """Raise `TypeError` for a value that is no policy, with what was probably meant."""
+    refuse_class(name, value)
+    if not isinstance(value, Policy):
+        named = "pass jspec.policies.named_policy(...)"
+        way_out = named if isinstance(value, str) else "as Quest() is one"
+        raise TypeError(f"{name}={shown(value)} must be a policy; {way_out}")
+
+
+def select_with(policy: Policy, *args: Any, **settings: Any) -> Selection:
+    """What `Policy.select` returns. Raises `TypeError` where that is no `Selection`."""
+    result = policy.select(*args, **settings)
+    if not isinstance(result, Selection):
+        wrong = type(result).__name__
+        raise TypeError(f"{type(policy).__name__}.select must return a Selection, not {wrong}")
+    return result
 
 
 def needs_params(policy: Policy, model: Model) -> bool:

@@ -14,7 +14,7 @@ from jspec.cache import Cache, LinearLayout
 from jspec.config import token_ids
 from jspec.dispatch import Backends, use_backends
 from jspec.policies.dense import DenseAttend
-from jspec.policies.policy import Policy
+from jspec.policies.policy import Policy, check_policy
 from jspec.processes import whole
 from jspec.typing import Array, Model
 
@@ -43,6 +43,7 @@ def prepare_params(
         ValueError: Where the policy needs a sample and there is none, and for a sample that is no
             list of the model's token ids.
     """
+    check_policy("policy", policy)
     if tokens is None:
         return policy.prepare(model, None)
     sample = _sample(model, tokens)

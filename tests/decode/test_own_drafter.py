@@ -1,13 +1,14 @@
 """A drafter of the user's own, by public names alone: lossless wherever jspec decodes."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jspec
-from jspec import helix
+from jspec import helix, policies
 from tests.decode.common import prompts
 
 NEW = jspec.SamplingParams(max_new_tokens=20)
@@ -110,3 +111,75 @@ def test_a_draft_of_another_shape_is_refused_by_name(name, sharp):
 
     with pytest.raises(TypeError, match=rf"Wrong\.draft .*{message}"):
         jspec.generate(sharp, TEXTS, NEW, draft=Wrong())
+
+
+def test_a_state_without_the_batch_axis_is_refused_by_name(sharp):
+    """In an engine as in `generate`, which need not insert rows into it."""
+
+    class Counter(Bigrams):
+        def init(self, models, batch, capacity, max_gamma):
+            return super().init(models, batch, capacity, max_gamma), jnp.int32(0)
+
+    message = r"Counter\.init returned an array of shape \(\); each must begin with the batch axis"
+    with pytest.raises(ValueError, match=message):
+        jspec.generate(sharp, TEXTS, NEW, draft=Counter())
+    with pytest.raises(ValueError, match=message):
+        jspec.Engine(sharp, slots=2, capacity=64, draft=Counter())
+
+
+class NoLearning(Bigrams):
+    def learn(self, state, target_pass, verified):
+        return state.draft
+
+
+class NoSelection(policies.Policy):
+    def select(self, policy_params, layer, cache, q, context_len, budget_share=1.0):
+        return context_len[:, None]
+
+
+class Undrafted(jspec.Drafter):
+    pass
+
+
+class Unselected(policies.Policy):
+    pass
+
+
+class Unscored(policies.ScoredPolicy):
+    pass
+
+
+UNSCORED = Unscored(budget=20, dense_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("draft", "error", "message"),
+    [
+        (NoLearning(), TypeError, "NoLearning.learn must return a DecodeState, not "),
+        (jspec.Chain(NoLearning(), jspec.SelfDraft()), TypeError, "NoLearning.learn must return"),
+        (jspec.SelfDraft(NoSelection()), TypeError, "NoSelection.select must return a Selection"),
+        (Undrafted(), NotImplementedError, "Undrafted must have a method draft(models, state"),
+        (jspec.SelfDraft(Unselected()), NotImplementedError, "Unselected must have a method sele"),
+        (jspec.SelfDraft(UNSCORED), NotImplementedError, "Unscored must have a method score("),
+    ],
+)
+def test_what_a_method_lacks_is_named(draft, error, message, sharp):
+    with pytest.raises(error, match=re.escape(message)):
+        jspec.generate(sharp, TEXTS, NEW, draft=draft)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jspec.SelfDraft(Unscored), "policy=Unscored is a class; pass one of it, Unsc"),
+        (lambda: jspec.SelfDraft("quest"), "policy='quest' must be a policy; pass jspec.poli"),
+        (lambda: jspec.GuidedDraft(policies.Vegas), "policy=Vegas is a class; pass one of it"),
+        (lambda: jspec.Chain(Bigrams, jspec.SelfDraft()), "first=Bigrams is a class; pass one"),
+        (lambda: jspec.Chain(Bigrams(), jspec.SelfDraft), "second=SelfDraft is a class; pass"),
+        (lambda: jspec.StepConfig(0, jspec.NoDraft(), target=Unscored), "target=Unscored is a"),
+        (lambda: policies.prepare_params(Unscored, None), "policy=Unscored is a class; pass one"),
+    ],
+)
+def test_a_class_in_place_of_one_of_it_is_named(make, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        make()

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jspec.cache import Cache
-from jspec.config import shown, whole_number
+from jspec.config import refuse_class, shown, whole_number
 from jspec.decode.draft.autoregressive import alternating_scan, max_draft_lengths, within_limits
-from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass
+from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass, learn_with
 from jspec.decode.draft.self_draft import SparseDrafter
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.commit import Rows, commit
@@ -48,6 +48,8 @@ class Chain(Drafter):
     rounds: int = 4
 
     def __post_init__(self) -> None:
+        refuse_class("first", self.first)
+        refuse_class("second", self.second)
         if not isinstance(self.first, Drafter) or isinstance(self.first, Chain):
             raise TypeError(
                 f"first={shown(self.first)} must be a drafter and no chain, as SuffixDraft() is"
@@ -127,7 +129,7 @@ class Chain(Drafter):
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         pairs = zip((self.first, self.second), state.draft, strict=True)
         states = (
-            drafter.learn(dataclasses.replace(state, draft=x), target_pass, verified).draft
+            learn_with(drafter, dataclasses.replace(state, draft=x), target_pass, verified).draft
             for drafter, x in pairs
         )
         return dataclasses.replace(state, draft=Levels(*states))
@@ -219,7 +221,7 @@ class Chain(Drafter):
         cache = cache.with_lengths(rows.cached)
         state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
         return (
-            self.first.learn(state, TargetPass(positions, hidden), verified),
+            learn_with(self.first, state, TargetPass(positions, hidden), verified),
             policy_params,
             logits,
         )

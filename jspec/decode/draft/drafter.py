@@ -164,7 +164,9 @@ class Drafter:
             The draft, and the state with the drafter's own state and the cache as the draft leaves
             them.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must have a method draft(models, state, gamma)"
+        )
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         """Learn from a verification, after plain steps too.
@@ -178,6 +180,17 @@ class Drafter:
             The batch with the drafter's new state.
         """
         return state
+
+
+def learn_with(
+    drafter: Drafter, state: DecodeState, target_pass: TargetPass, verified: Verified
+) -> DecodeState:
+    """What `Drafter.learn` returns. Raises `TypeError` where that is no `DecodeState`."""
+    result = drafter.learn(state, target_pass, verified)
+    if not isinstance(result, DecodeState):
+        wrong = type(result).__name__
+        raise TypeError(f"{type(drafter).__name__}.learn must return a DecodeState, not {wrong}")
+    return result
 
 
 @dataclasses.dataclass(frozen=True)

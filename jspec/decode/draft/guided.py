@@ -18,6 +18,7 @@ from jspec.ops.verify import Verified
 from jspec.policies import Guided, Policy, Vegas
 from jspec.policies.collect import picks
 from jspec.policies.guided import Guidance, padded, with_since
+from jspec.policies.policy import check_policy
 from jspec.typing import Array
 
 VEGAS = Vegas()
@@ -70,6 +71,7 @@ class GuidedDraft(SparseDrafter):
 
     def __post_init__(self) -> None:
         self.check_quantized()
+        check_policy("policy", self.policy)
         if not isinstance(self.policy, Guided):
             raise TypeError(
                 f"policy={shown(self.policy)} is not guided by verification; pass SelfDraft(...)"

@@ -18,6 +18,7 @@ from jspec.ops.quantized import KINDS
 from jspec.policies import Guided, Policy, Streaming
 from jspec.policies.attend import run_selected
 from jspec.policies.compact import Compact, CompactAttend
+from jspec.policies.policy import check_policy
 from jspec.typing import Array, Model
 
 
@@ -146,6 +147,7 @@ class SelfDraft(SparseDrafter):
 
     def __post_init__(self) -> None:
         self.check_quantized()
+        check_policy("policy", self.policy)
         if isinstance(self.policy, Guided):
             shown_policy = shown(self.policy)
             raise TypeError(
