@@ -361,6 +361,15 @@ def whole_number(value: Any) -> int | None:
         return None
 
 
+def positive(name: str, value: Any, limit: int = 2**31 - 1) -> int:
+    """``value`` as a number in 1..limit. Raises `ValueError`, by ``name``, for any other."""
+    number = whole_number(value)
+    if number is None or not 1 <= number <= limit:
+        bound = f"at most {limit}" if number is not None and number > limit else "at least 1"
+        raise ValueError(f"{name}={shown(value)} must be {bound}")
+    return number
+
+
 def refuse_class(name: str, value: Any) -> None:
     """Raise `TypeError` for a class where an object of it is needed."""
     if isinstance(value, type):

@@ -190,8 +190,12 @@ class GammaChoice:
         self.runs[gamma] += 1
         self.last_run[gamma] = self.chunks
         if seconds is not None:
-            time = StepTime(seconds, live.sum() / len(live))
-            self._add_time(gamma, time, _tokens_of(accepted, live))
+            if self.runs[gamma] > self.warm:
+                self._fit_row_seconds(gamma, StepTime(seconds, live.sum() / len(live)))
+            self.allowance += PROBING * seconds
+            if gamma == self.probing and self.times[gamma]:  # first runs are slow only once
+                loss = seconds - self.seconds_per_token * _tokens_of(accepted, live)
+                self.allowance -= max(loss, 0.0)
         if gamma == self.probing or self.chunks >= self.probe_end:
             self.probing = None
         up_to = np.arange(gamma + 1)
@@ -205,14 +209,6 @@ class GammaChoice:
             self.kinds.begun[at], self.kinds.gone_on[at] = 0, 0
             self.kinds.begun[at, :gamma], self.kinds.gone_on[at, :gamma] = row[:-1], row[1:]
             self.rows_met += 1
-
-    def _add_time(self, gamma: int, time: StepTime, tokens: float) -> None:
-        """Add the time of a chunk with so many tokens per step in the mean."""
-        if self.runs[gamma] > self.warm:
-            self._fit_row_seconds(gamma, time)
-        self.allowance += PROBING * time.seconds
-        if gamma == self.probing and self.times[gamma]:  # a program's first runs are slow only once
-            self.allowance -= max(time.seconds - self.seconds_per_token * tokens, 0.0)
 
     def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
         """The gamma of the next chunk of ``rows``.

@@ -136,10 +136,9 @@ def _is_listing(value: Any) -> bool:
 
 def check_models(models: Models) -> None:
     """Raise `TypeError` or `ValueError` for a model that is not what `jspec.Model` says."""
-    named = {"model": models.target, "draft_model": models.draft}
-    for name, model in named.items():
-        if model is not None or name == "model":
-            _check_model(name, model)
+    _check_model("model", models.target)
+    if models.draft is not None:
+        _check_model("draft_model", models.draft)
 
 
 def _check_model(name: str, model: Any) -> None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jspec.config import SamplingParams, shown, whole_number
+from jspec.config import SamplingParams, positive
 from jspec.decode.checks import Prompt, agreed_params, as_ids, check_request
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
@@ -78,11 +78,11 @@ class Engine:
         on_compile: OnCompile | None = None,
         **options: Unpack[DecodeOptions],
     ) -> None:
-        slots, capacity = _size("slots", slots, MAX_SLOTS), _size("capacity", capacity)
-        stop_tokens = _size("stop_tokens", stop_tokens)
+        slots, capacity = positive("slots", slots, MAX_SLOTS), positive("capacity", capacity)
+        stop_tokens = positive("stop_tokens", stop_tokens)
         resolved = ResolvedOptions.of(model, options)
         usual = usual_chunk(resolved.models)
-        chunk = _size("prefill_chunk", usual if prefill_chunk is None else prefill_chunk)
+        chunk = positive("prefill_chunk", usual if prefill_chunk is None else prefill_chunk)
         self.slots, self.capacity = slots, capacity
         self._ends = tuple(resolved.models.target.config.stop_tokens)
         if len(self._ends) > stop_tokens:
@@ -292,12 +292,3 @@ def usual_chunk(models: Models) -> int:
     if jax.default_backend() == "cpu":
         return 256
     return 2048 if bytes_on_device(models) <= LIGHT else 512
-
-
-def _size(name: str, value: Any, limit: int = 2**31 - 1) -> int:
-    """``value`` as a number in 1..limit. Raises `ValueError`, by ``name``, for any other."""
-    size = whole_number(value)
-    if size is None or not 1 <= size <= limit:
-        bound = f"at most {limit}" if size is not None and size > limit else "at least 1"
-        raise ValueError(f"{name}={shown(value)} must be {bound}")
-    return size

@@ -116,7 +116,7 @@ class _Jitted:
         return getattr(self._plain, name)
 
     def _jitted(self, models: Any, args: tuple[Any, ...]) -> Any:
-        model = mesh_model(getattr(models, "target", models))
+        model = mesh_model(Models.of(models).target)
         options = {} if model is None else model.compiler_options
         # A program inside another one is compiled as that one is.
         if not options or any(isinstance(x, Tracer) for x in jax.tree.leaves((models, args))):

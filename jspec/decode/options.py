@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.config import shown, whole_number
+from jspec.config import positive
 from jspec.decode.auto import LADDER
 from jspec.decode.checks import check_exact, check_models
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
@@ -129,11 +129,10 @@ class ResolvedOptions:
                 "takes one with quantized=, and makes it where there is none"
             )
         steps_per_chunk = options.get("steps_per_chunk")
-        steps = usual_steps(draft, gamma) if steps_per_chunk is None else steps_per_chunk
-        if (whole_number(steps) or 0) < 1:
-            raise ValueError(f"steps_per_chunk={shown(steps)} must be at least 1")
+        usual = usual_steps(draft, gamma)
+        steps = usual if steps_per_chunk is None else positive("steps_per_chunk", steps_per_chunk)
         models, dtype = _on_device(models), options.get("cache_dtype")
-        return cls(models, FlatModels.of(models), config, configs, int(steps), dtype)
+        return cls(models, FlatModels.of(models), config, configs, steps, dtype)
 
 
 def check_names(options: Mapping[str, Any]) -> None:

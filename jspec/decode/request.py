@@ -43,7 +43,7 @@ class Request:
         self.error: BaseException | None = None
         self.prompt_tokens = len(prompt)
         self._engine = engine
-        self._prompt: np.ndarray | None = prompt
+        self._prompt: Any = prompt  # int32 ``[n]``, None once it has ended
         self._stops, self._on_tokens = frozenset(stops), on_tokens
         self._tokens: list[int] = []
         self._offered: tuple[int, ...] = ()  # what the running callback was called with

@@ -6,8 +6,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import numpy as np
-
 from jspec.decode.request import Request
 from jspec.decode.runner import Runner
 from jspec.decode.slot_prefill import MAX_ROWS, SlotPrefill
@@ -134,7 +132,7 @@ class Scheduler:
                 break
             spent_tokens += rows * size
             group, slots = group[:count], free[:count]
-            prompts, params = [_prompt(x) for x in group], [x.params for x in group]
+            prompts, params = [x._prompt for x in group], [x.params for x in group]
             state = self.prefill.fill(self._runner.state, rows, size, slots, prompts, params)
             self._fill(state, slots, group)
             self.prompt_tokens += sum(map(len, prompts))
@@ -148,12 +146,12 @@ class Scheduler:
         # In this order, Ctrl-C between the two loses no request.
         self._incoming = request
         del self._queue[request]
-        self.prompt_tokens += self.prefill.tokens_after_prefix(_prompt(request))
-        self.prefill.begin(_prompt(request))
+        self.prompt_tokens += self.prefill.tokens_after_prefix(request._prompt)
+        self.prefill.begin(request._prompt)
         return request
 
     def _is_short(self, request: Request) -> bool:
-        return self.prefill.is_short(_prompt(request))
+        return self.prefill.is_short(request._prompt)
 
     def _fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Move requests into slots, which ``state`` has."""
@@ -162,9 +160,3 @@ class Scheduler:
         for request in requests:
             self._queue.pop(request, None)  # gone if it was cancelled while a program compiled
         self.admitted += len(requests)
-
-
-def _prompt(request: Request) -> np.ndarray:
-    """The prompt of a request that has not ended."""
-    assert request._prompt is not None
-    return request._prompt

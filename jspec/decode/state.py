@@ -60,10 +60,6 @@ class FlatModels:
     def whole(self) -> Models:
         return jax.tree.unflatten(self._structure, self._leaves)
 
-    @property
-    def target(self) -> Model:
-        return self.whole.target
-
     def tree_flatten(self) -> tuple[Sequence[Any], Any]:
         return self._leaves, self._structure
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jspec.cache import Cache
-from jspec.config import refuse_class, shown, whole_number
+from jspec.config import positive, refuse_class, shown
 from jspec.decode.draft.autoregressive import alternating_scan, max_draft_lengths, within_limits
 from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass, learn_with
 from jspec.decode.draft.self_draft import SparseDrafter
@@ -21,12 +21,7 @@ from jspec.ops.verify import Verified, verify_greedy
 from jspec.policies import Dense, Guided, Policy
 from jspec.typing import Array
 
-
-class Levels(NamedTuple):
-    """The states of a chain's two drafters."""
-
-    first: Any
-    second: Any
+Levels = tuple[Any, Any]  # the states of a chain's two drafters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +71,7 @@ class Chain(Drafter):
                 "models.draft, which is one model; pass second without quantized"
             )
         for name in ("inner", "rounds"):
-            if (whole_number(getattr(self, name)) or 0) < 1:
-                raise ValueError(f"{name}={shown(getattr(self, name))} must be at least 1")
+            positive(name, getattr(self, name))
 
     @property
     def traits(self) -> DrafterTraits:
@@ -102,11 +96,9 @@ class Chain(Drafter):
         return self.second.prepare(self.first.prepare(models))
 
     def init(self, models: Models, batch: int, capacity: int, max_gamma: int) -> Levels:
-        return Levels(
-            # It drafts up to ``inner`` tokens past those of the earlier rounds.
-            self.first.init(models, batch, capacity, max_gamma + self.inner),
-            self.second.init(models, batch, capacity, max_gamma),
-        )
+        # It drafts up to ``inner`` tokens past those of the earlier rounds.
+        first = self.first.init(models, batch, capacity, max_gamma + self.inner)
+        return first, self.second.init(models, batch, capacity, max_gamma)
 
     def sync(
         self,
@@ -117,14 +109,12 @@ class Chain(Drafter):
         max_tokens: int,
     ) -> Levels:
         first, second = drafter_state
-        return Levels(
-            self.first.sync(models, first, tokens, lengths, max_tokens),
-            self.second.sync(models, second, tokens, lengths, max_tokens),
-        )
+        first = self.first.sync(models, first, tokens, lengths, max_tokens)
+        return first, self.second.sync(models, second, tokens, lengths, max_tokens)
 
     def grow(self, drafter_state: Levels, capacity: int) -> Levels:
         first, second = drafter_state
-        return Levels(self.first.grow(first, capacity), self.second.grow(second, capacity))
+        return self.first.grow(first, capacity), self.second.grow(second, capacity)
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         pairs = zip((self.first, self.second), state.draft, strict=True)
@@ -132,11 +122,11 @@ class Chain(Drafter):
             learn_with(drafter, dataclasses.replace(state, draft=x), target_pass, verified).draft
             for drafter, x in pairs
         )
-        return dataclasses.replace(state, draft=Levels(*states))
+        return dataclasses.replace(state, draft=tuple(states))
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
-        begin, context_len, levels = state.lengths, state.cache.lengths, state.draft
-        first = levels.first
+        begin, context_len = state.lengths, state.cache.lengths
+        first, second = state.draft
         if self.first.traits.needs_model:
             # A draft takes up one missing token by itself. After a draft of a chain that was
             # accepted whole there are two: the last of the first drafter, and that of the second.
@@ -146,7 +136,7 @@ class Chain(Drafter):
         inside = dataclasses.replace(
             state, limits=begin + max_lengths, done=state.done | (max_lengths == 0), draft=first
         )
-        policy, policy_params = self.second.view(models, levels.second, context_len)
+        policy, policy_params = self.second.view(models, second, context_len)
         # Each round adds at least one token.
         rounds = min(self.rounds, gamma)
         logits = None
@@ -173,7 +163,7 @@ class Chain(Drafter):
         tokens = jnp.take_along_axis(inside.tokens, index, axis=1)
         drafted = Drafted(tokens, inside.lengths - begin, logits)
         cache = inside.cache.with_lengths(context_len)
-        levels = levels._replace(first=_restored(inside.draft, first))
+        levels = _restored(inside.draft, first), second
         return drafted, dataclasses.replace(state, cache=cache, draft=levels)
 
     def _round(

@@ -39,11 +39,6 @@ class Guide:
     picked: tuple[Array | None, ...]
     since: Array
 
-    def guidance(self, hashes: Any) -> Guidance:
-        """What passes of a draft read: ``picked``, and ``since``."""
-        read = (None if x is None else with_since(x, self.since) for x in self.picked)
-        return Guidance(tuple(read), self.since, hashes)
-
     def partition_specs(self, tpa_axes: Any, kvp_axes: Any) -> Any:
         """The `PartitionSpec` of each array: a device picks of its own positions, and heads."""
 
@@ -134,7 +129,9 @@ class GuidedDraft(SparseDrafter):
     def view(
         self, models: Models, drafter_state: Guide, context_len: Array
     ) -> tuple[Guided, Guidance]:
-        return self.policy, drafter_state.guidance(models.policy)
+        since = drafter_state.since
+        read = tuple(None if x is None else with_since(x, since) for x in drafter_state.picked)
+        return self.policy, Guidance(read, since, models.policy)
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         guide: Guide = state.draft

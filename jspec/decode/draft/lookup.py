@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jspec.cache.cache import longer
-from jspec.config import shown, whole_number
+from jspec.config import positive, shown, whole_number
 from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
@@ -155,8 +155,7 @@ class SuffixDraft(Drafter):
     factor: float = 4.0
 
     def __post_init__(self) -> None:
-        if (whole_number(self.min_match) or 0) < 1:
-            raise ValueError(f"min_match={shown(self.min_match)} must be at least 1")
+        positive("min_match", self.min_match)
         if not math.isfinite(self.factor) or self.factor * self.min_match < 1:
             raise ValueError(
                 f"factor={shown(self.factor)} must be finite and, times min_match="
