@@ -259,7 +259,8 @@ class Engine:
         self._is_at_work = True
         try:
             with self._memory():
-                self._runner.resume()
+                for chunk in self._runner.chunks.running:
+                    self._runner.chunks.resume(chunk)
                 yield
         except BaseException as error:
             self._close(error)

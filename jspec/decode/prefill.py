@@ -96,14 +96,7 @@ def start_decoding(
     )
     needed = max(len(p) + s.max_new_tokens for p, s in zip(ids, params, strict=True))
     capacity = rounded_capacity(needed) if capacity is None else capacity
-    least, parts, shorten = needed, "prompt and max_new_tokens", "lower max_new_tokens"
-    if grows:
-        least, parts, shorten = max(map(len, ids)), "prompt", "shorten the prompt"
-    if (whole_number(capacity) or 0) < least:
-        raise ValueError(
-            f"a request needs {least} slots ({parts}) but capacity={shown(capacity)}; raise the "
-            f"capacity or {shorten}"
-        )
+    _check_capacity(capacity, None if grows else needed, max(map(len, ids)))
     dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
     longest, rings = max(capacity, needed), not config.exact
     layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
@@ -131,6 +124,18 @@ def _checked(
     params = agreed_params(models, ids, params, (config, settings))
     check_requests(models, ids, params)
     return models, ids, params
+
+
+def _check_capacity(capacity: Any, needed: int | None, prompt_tokens: int) -> None:
+    """Raise `ValueError` unless ``needed`` positions, None for those of the prompt, fit."""
+    least, parts, shorten = needed, "prompt and max_new_tokens", "lower max_new_tokens"
+    if least is None:
+        least, parts, shorten = prompt_tokens, "prompt", "shorten the prompt"
+    if (whole_number(capacity) or 0) < least:
+        raise ValueError(
+            f"a request needs {least} slots ({parts}) but capacity={shown(capacity)}; raise the "
+            f"capacity or {shorten}"
+        )
 
 
 def _started(
@@ -214,12 +219,7 @@ def fill_slot(
         raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
     check_started(state.exact, config.exact)
     checked, ids, rows = _checked(models, [prompt], params, config, (capacity, chunk))
-    needed = len(ids[0]) + rows[0].max_new_tokens
-    if needed > capacity:
-        raise ValueError(
-            f"a request needs {needed} slots (prompt and max_new_tokens) but capacity={capacity}; "
-            "raise the capacity or lower max_new_tokens"
-        )
+    _check_capacity(capacity, len(ids[0]) + rows[0].max_new_tokens, len(ids[0]))
     sizes = (capacity, state.cache.layouts, state.cache.keys(0).dtype, chunk)
     one = _started(checked, ids, rows, config, *sizes)
     if _row_shapes(one.draft) != _row_shapes(state.draft):

@@ -138,11 +138,6 @@ class Runner:
             self._start()
         return self._read()
 
-    def resume(self) -> None:
-        """Keep the caller's time since the last step out of that of a chunk that had ended."""
-        for chunk in self.chunks.running:
-            self.chunks.resume(chunk)
-
     def close(self) -> None:
         """Free the slots and the memory of the device."""
         self.slots = [None] * len(self.slots)

@@ -134,7 +134,7 @@ def test_the_draft_model_of_a_chain_lacks_no_key(sharp):
         state = speculative_step(models, state, config)
     known = int(state.cache.lengths[0]) - 2  # the next draft takes up the rest
     assert known > 15  # chains that were accepted whole
-    of_draft = state.draft.first.keys(0)[0, :known]
+    of_draft = state.draft[0].keys(0)[0, :known]
     np.testing.assert_allclose(of_draft, state.cache.keys(0)[0, :known], atol=1e-4)
 
 

@@ -19,9 +19,7 @@ TEXTS = prompts((40, 1, 17, 6))
 class Bigrams(jspec.Drafter):
     """Drafts what last followed each token; its state is a table int32 ``[B, V]``."""
 
-    @property
-    def traits(self):
-        return jspec.DrafterTraits(default_gamma=3, runs_on_mesh=True)
+    traits = jspec.DrafterTraits(default_gamma=3, runs_on_mesh=True)
 
     def init(self, models, batch, capacity, max_gamma):
         return jnp.zeros((batch, models.target.config.vocab_size), jnp.int32)

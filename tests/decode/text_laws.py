@@ -56,9 +56,7 @@ ONE = {"budget": 1, "sinks": 0, "recent": 0, "dense_layers": 0}
 class Haunted(Drafter):
     """Knows what it drew at a position when that was rejected, and seldom draws it again."""
 
-    @property
-    def traits(self):
-        return DrafterTraits(learns_from_rejected=True)
+    traits = DrafterTraits(learns_from_rejected=True)
 
     def init(self, models, batch, capacity, max_gamma):
         return jnp.full((batch, capacity), -1, jnp.int32)

@@ -74,7 +74,7 @@ class Chain(Drafter):
             positive(name, getattr(self, name))
 
     @property
-    def traits(self) -> DrafterTraits:
+    def traits(self) -> DrafterTraits:  # pyright: ignore[reportIncompatibleVariableOverride]
         first, second = self.first.traits, self.second.traits
         return DrafterTraits(
             default_gamma=12,

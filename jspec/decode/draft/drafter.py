@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,12 @@ class Drafter:
     with a method ``partition_specs(tpa_axes, kvp_axes)``, which returns the node with a
     `PartitionSpec` for each array. A drafter may write keys and values of its draft into the
     target's cache: verification overwrites them, and shorter lengths undo them.
+
+    Attributes:
+        traits: What the host loop must know of the drafter.
     """
 
-    @property
-    def traits(self) -> DrafterTraits:
-        """What the host loop must know of the drafter."""
-        return DrafterTraits()
+    traits: ClassVar[DrafterTraits] = DrafterTraits()
 
     @property
     def cache_policy(self) -> Policy:
@@ -201,9 +201,7 @@ class NoDraft(Drafter):
     shape of a pass that verifies.
     """
 
-    @property
-    def traits(self) -> DrafterTraits:
-        return DrafterTraits(default_gamma=0, runs_on_mesh=True)
+    traits = DrafterTraits(default_gamma=0, runs_on_mesh=True)
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         return Drafted.empty(len(state.tokens), gamma), state

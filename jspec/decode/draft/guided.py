@@ -81,7 +81,7 @@ class GuidedDraft(SparseDrafter):
         return self.policy
 
     @property
-    def traits(self) -> DrafterTraits:
+    def traits(self) -> DrafterTraits:  # pyright: ignore[reportIncompatibleVariableOverride]
         learns_from_rejected = not self.policy.needs_verdict
         return dataclasses.replace(super().traits, learns_from_rejected=learns_from_rejected)
 

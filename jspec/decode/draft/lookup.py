@@ -27,6 +27,8 @@ class NgramDraft(Drafter):
     A match of fewer than ``min_match`` tokens drafts nothing; ``max_match`` bounds the comparison.
     """
 
+    traits = DrafterTraits(default_gamma=8, runs_on_mesh=True)
+
     min_match: int = 3
     max_match: int = 16
 
@@ -37,10 +39,6 @@ class NgramDraft(Drafter):
                 f"min_match={shown(self.min_match)} must be a whole number in "
                 f"[1, max_match={shown(self.max_match)}]"
             )
-
-    @property
-    def traits(self) -> DrafterTraits:
-        return DrafterTraits(default_gamma=8, runs_on_mesh=True)
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         tokens, lengths = state.tokens, state.lengths
@@ -151,6 +149,8 @@ class SuffixDraft(Drafter):
     The index of matches is part of the state, two integers a position.
     """
 
+    traits = DrafterTraits(default_gamma=8, runs_on_mesh=True)
+
     min_match: int = 3
     factor: float = 4.0
 
@@ -161,10 +161,6 @@ class SuffixDraft(Drafter):
                 f"factor={shown(self.factor)} must be finite and, times min_match="
                 f"{self.min_match}, at least 1, so that the shortest match drafts a token"
             )
-
-    @property
-    def traits(self) -> DrafterTraits:
-        return DrafterTraits(default_gamma=8, runs_on_mesh=True)
 
     def init(self, models: Models, batch: int, capacity: int, max_gamma: int) -> SuffixIndex:
         return SuffixIndex.empty(batch, capacity)

@@ -38,9 +38,7 @@ class ModelDraft(Drafter):
     draft the cache lacks the last draft token, and pairs add it without a second program.
     """
 
-    @property
-    def traits(self) -> DrafterTraits:
-        return DrafterTraits(runs_model=True, needs_model=True)
+    traits = DrafterTraits(runs_model=True, needs_model=True)
 
     def init(self, models: Models, batch: int, capacity: int, max_gamma: int) -> Cache:
         model = _required(models)

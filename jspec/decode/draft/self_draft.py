@@ -39,7 +39,7 @@ class SparseDrafter(Drafter):
             raise ValueError(f"quantized={self.quantized!r} must be one of {', '.join(KINDS)}")
 
     @property
-    def traits(self) -> DrafterTraits:
+    def traits(self) -> DrafterTraits:  # pyright: ignore[reportIncompatibleVariableOverride]
         is_copy = bool(self.quantized)  # which is whole on one device
         return DrafterTraits(runs_model=True, makes_model=is_copy, runs_on_mesh=not is_copy)
 
