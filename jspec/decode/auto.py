@@ -101,12 +101,8 @@ class RowAcceptance:
         """Tokens of a step of a row, by the steps that rows need to their end.
 
         In the mean, or, where they are waited for ``together``, by the row that ends last. A row
-        that ends within a chunk idles until the chunk ends.
-
-        Args:
-            gamma: Most draft tokens of a step.
-            left: int ``[B]``: most tokens that each row still commits, 0 where it has ended.
-            others: ``[n, longest]``: rates of other rows, any of which a row may be like.
+        that ends within a chunk idles until the chunk ends. ``left [B]``: most tokens that each row
+        still commits; ``others [n, longest]``: rates of other rows, any of which it may be like.
         """
         planned = np.clip(left, 0, HORIZON)
         planned = planned if planned.any() else np.full_like(left, HORIZON)
@@ -178,13 +174,9 @@ class GammaChoice:
     def observe(
         self, gamma: int, seconds: float | None, accepted: np.ndarray, live: np.ndarray
     ) -> None:
-        """Add a chunk.
+        """Add a chunk: ``seconds`` of a step, None if unknown, what each ``accepted [steps, B]``.
 
-        Args:
-            gamma: Most draft tokens of its steps.
-            seconds: Seconds of a step, None if unknown.
-            accepted: int ``[steps, B]``: draft tokens accepted by each step.
-            live: bool ``[steps, B]``: rows that were live then.
+        ``live`` bool ``[steps, B]``: rows that were live then.
         """
         self.chunks += 1
         self.runs[gamma] += 1

@@ -109,17 +109,11 @@ class Chunks:
         """Whether the next chunk is to start before the running one is finished.
 
         Only where chunks are short and some row will need the next one, at its pace. A row that
-        ends in the running chunk idles through the next: where other requests wait for rows, that
-        may not cost more than waiting for the host does. How many rows end is estimated from
-        ``left`` and from how many did lately, as at stop tokens.
-
-        Never where processes share a model, as they would have to agree, nor where the time of
-        steps is limited, as each program is waited for.
-
-        Args:
-            left: int ``[B]``: most tokens that each row commits from the running chunk on, 0 where
-                it has ended.
-            waiting: Whether other requests wait for rows.
+        ends in the running chunk idles through the next: where other requests are ``waiting`` for
+        rows, that may not cost more than waiting for the host does. How many rows end is estimated
+        from ``left [B]``, the most tokens that each row commits from the running chunk on, and from
+        how many did lately, as at stop tokens. Never where processes share a model, as they would
+        have to agree, nor where the time of steps is limited, as each program is waited for.
         """
         if self.is_shared or steps_are_limited() or self.last_s >= SHORT:
             return False

@@ -71,12 +71,8 @@ def layouts_for(
 ) -> tuple[Layout, ...]:
     """The layout of each layer's cache, with room for ``capacity`` positions, on the model's mesh.
 
-    Args:
-        model: The model.
-        capacity: Positions per row.
-        gamma: Most draft tokens of a step.
-        longest: Positions of a row at the end, where the capacity is to grow; None is ``capacity``.
-        rings: Whether layers with a sliding window have ring layouts, on a single device.
+    ``longest``: positions of a row at the end, where the capacity is to grow, else None. ``rings``:
+    whether layers with a sliding window have ring layouts, on a single device.
     """
     sharded = mesh_model(model)
     if sharded is None:

@@ -255,19 +255,10 @@ def prefill_chunk(
     config: StepConfig,
     size: int,
 ) -> tuple[Cache, Any]:
-    """Append the next ``size`` prompt tokens of each row, up to the cache's lengths.
+    """Append the ``size`` prompt tokens from position ``begin`` on, up to the cache's lengths.
 
-    Args:
-        models: The models of the steps to come.
-        cache: The target's cache, donated. Its lengths are those of the whole prompts.
-        drafter_state: The drafter's state, donated.
-        tokens: int32 ``[B, S]``: the prompts.
-        begin: int32 scalar: the position of the first token.
-        config: The config of the steps to come.
-        size: Tokens per row, padding included.
-
-    Returns:
-        The cache and the drafter's state with the tokens; lengths stay.
+    ``tokens`` int32 ``[B, S]``: the prompts, whose lengths are those of the cache, and stay. Cache
+    and drafter's state are donated, and returned with the tokens.
     """
 
     def piece(models: Models, cache: Cache, drafter_state: Any, tokens: Array, begin: Array):

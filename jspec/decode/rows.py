@@ -37,19 +37,10 @@ def state_of(
 ) -> DecodeState:
     """The state of prompts whose keys and values are in ``cache``.
 
-    Its arrays are of numpy, but for those that are passed: a program takes all of them at once,
-    while copying each to the device by itself would take as long as copying all.
-
-    Args:
-        tokens: int32 ``[B, S]``, -1 after each prompt.
-        lengths: int32 ``[B]``: tokens of each prompt.
-        params: Settings of each request, with seeds.
-        ends: The model's stop tokens.
-        room: Stop tokens that a row has room for.
-        cache: The target's cache with all prompt tokens but the last.
-        drafter_state: The drafter's state, None where it has none.
-        mode: The state's sampling mode; None for what ``params`` need.
-        exact: Whether the prompts were prefilled with ``exact=True``.
+    ``tokens`` int32 ``[B, S]`` has -1 after each prompt; ``params`` have seeds; ``ends``: the
+    model's stop tokens; ``room``: stop tokens that a row has room for; ``mode``: None for what
+    ``params`` need. Its arrays are of numpy, but for those that are passed: a program takes all of
+    them at once, while copying each to the device by itself would take as long as copying all.
     """
     no_limit = np.iinfo(np.int32).max
     limits = [no_limit if p.draft_limit is None else p.draft_limit for p in params]

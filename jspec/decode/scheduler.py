@@ -79,10 +79,8 @@ class Scheduler:
     def prefill_prompts(self) -> Array:
         """Prefill prompts, up to the limit of tokens of a step; complete ones go into slots.
 
-        The device does all of it after the chunk of decoding steps that is running.
-
-        Returns:
-            An array to wait for, which is ready when all of it is done.
+        The device does all of it after the chunk of decoding steps that is running. Returns an
+        array to wait for, which is ready when all of it is done.
         """
         prefill, spent_tokens = self.prefill, 0
         token_limit = prefill.chunk * min(MAX_PIECES, max(1, len(self._runner.free)))

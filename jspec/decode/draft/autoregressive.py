@@ -37,6 +37,16 @@ def within_limits(drafted: Drafted, state: DecodeState, gamma: int) -> Drafted:
     return dataclasses.replace(drafted, lengths=lengths)
 
 
+def drawn(
+    state: DecodeState, logits: Array, positions: Array, axis_name: Axes | None = None
+) -> Array:
+    """Draft tokens int32 ``[B, T]`` at ``positions [B, T]``, drawn from ``logits [B, T, V]``."""
+    if state.mode == "greedy":
+        return greedy(logits, axis_name)
+    settings = {"filtered": state.mode == "filtered", "axis_name": axis_name}
+    return sample(logits, state.sampling, positions, Role.DRAFT, **settings)
+
+
 def autoregressive(
     state: DecodeState,
     gamma: int,
@@ -47,20 +57,11 @@ def autoregressive(
     advance_refresh: Advance | None = None,
     every: int = 0,
 ) -> tuple[Drafted, Any]:
-    """Draw gamma tokens one by one.
+    """Draw gamma tokens per row one by one; returns the draft, and the last carry.
 
-    Args:
-        state: The batch.
-        gamma: Draft tokens per row.
-        advance: ``advance(step, token [B], positions [B], carry)`` returns the logits ``[B, V]`` of
-            the token after ``token``, which is at ``positions``, and the next carry.
-        carry: The first carry.
-        axis_name: As in `jspec.ops.sample.sample`.
-        advance_refresh: Replaces ``advance`` in each ``every``-th step, as in `alternating_scan`.
-        every: How often it does; 0 is never.
-
-    Returns:
-        The draft, and the last carry.
+    ``advance(step, token [B], positions [B], carry)`` returns the logits ``[B, V]`` of the token
+    after ``token``, which is at ``positions``, and the next carry; ``advance_refresh`` replaces it
+    in each ``every``-th step, as in `alternating_scan`. ``axis_name``: as in `sample`.
     """
     index = jnp.arange(gamma, dtype=jnp.int32)
 
@@ -68,14 +69,7 @@ def autoregressive(
         token, drafted, carry = carried
         positions = state.lengths + step
         logits, carry = advance(step, token, positions - 1, carry)
-        if state.mode == "greedy":
-            token = greedy(logits, axis_name)
-        else:
-            token = sample(
-                *(logits[:, None], state.sampling, positions[:, None], Role.DRAFT),
-                filtered=state.mode == "filtered",
-                axis_name=axis_name,
-            )[:, 0]
+        token = drawn(state, logits[:, None], positions[:, None], axis_name)[:, 0]
         # Of tokens that the loop stacks itself, XLA makes a copy a step on a stream of its own,
         # for which a GPU waits longer than for this kernel.
         drafted = jnp.where(index[None] == step, token[:, None], drafted)

@@ -11,12 +11,16 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.config import positive, refuse_class, shown
-from jspec.decode.draft.autoregressive import alternating_scan, max_draft_lengths, within_limits
+from jspec.decode.draft.autoregressive import (
+    alternating_scan,
+    drawn,
+    max_draft_lengths,
+    within_limits,
+)
 from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass, learn_with
 from jspec.decode.draft.self_draft import SparseDrafter
 from jspec.decode.state import DecodeState, Models
 from jspec.ops.commit import Rows, commit
-from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.policies import Dense, Guided, Policy
 from jspec.typing import Array
@@ -194,16 +198,7 @@ class Chain(Drafter):
             is_refresh=is_refresh,
         )
         logits = model.logits(hidden)
-        if state.mode == "greedy":
-            model_tokens = greedy(logits)
-        else:
-            model_tokens = sample(
-                logits,
-                state.sampling,
-                state.lengths[:, None] + index,
-                Role.DRAFT,
-                filtered=state.mode == "filtered",
-            )
+        model_tokens = drawn(state, logits, state.lengths[:, None] + index)
         verified = verify_greedy(drafted.tokens, model_tokens, drafted.lengths, state.stop_tokens)
         _, rows = commit(
             verified, state.limits, Rows(state.tokens, state.cache.lengths, state.done)

@@ -70,17 +70,11 @@ def agreement(text: Array, begins: Array, ends: Array, max_length: int) -> Array
 
 
 def continuation(text: Array, ends: Array, agreed: Array, gamma: int) -> tuple[Array, Array]:
-    """What followed the longest earlier match of the end of ``text``, the latest of equals.
+    """What followed the longest earlier match of the end of ``text [B, S]``, the latest of equals.
 
-    Args:
-        text: int32 ``[B, S]``: the tokens of each row.
-        ends: int32 ``[B]``: how many of them there are.
-        agreed: int32 ``[B, S]``: as `agreement` returns it.
-        gamma: How many tokens to return.
-
-    Returns:
-        Tokens int32 ``[B, gamma]``, and the length of the match int32 ``[B]``; where that is 0, the
-        tokens mean nothing.
+    ``ends [B]``: tokens of each row; ``agreed [B, S]``: as `agreement` returns it. Returns tokens
+    int32 ``[B, gamma]``, and the length of the match int32 ``[B]``; where that is 0, the tokens
+    mean nothing.
     """
     latest = jnp.argmax(jnp.flip(agreed, axis=1), axis=1).astype(jnp.int32)
     end = text.shape[1] - 1 - latest

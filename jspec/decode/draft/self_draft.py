@@ -79,21 +79,11 @@ class SparseDrafter(Drafter):
         *,
         is_refresh: bool = False,
     ) -> tuple[Array, Cache, Any]:
-        """A pass over ``tokens`` of a draft.
+        """A pass over ``tokens [B, T]`` of a draft, at ``positions [B, T]``, -1 for padding.
 
-        Args:
-            models: The models of the step.
-            view: What `view` returned.
-            tokens: int32 ``[B, T]``: draft tokens.
-            positions: int32 ``[B, T]``: their positions, -1 for padding.
-            cache: The target's cache.
-            context_len: int32 ``[B]``: committed positions per row, after which the draft begins.
-            gamma: Most draft tokens of the step.
-            is_refresh: Whether the pass selects again, as `refresh` says.
-
-        Returns:
-            The hidden states ``[B, T, D]``, the cache with the tokens' columns, and the policy's
-            parameters for the next pass.
+        ``view``: what `view` returned; ``context_len [B]``: committed positions, after which the
+        draft begins; ``is_refresh``: whether the pass selects again. Returns the hidden states
+        ``[B, T, D]``, the cache with the tokens, and the policy's parameters for the next pass.
         """
         policy, policy_params = view
         hidden, cache, selections = run_selected(
