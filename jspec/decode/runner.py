@@ -205,11 +205,15 @@ class Runner:
         others = [slot for slot in range(len(self.slots)) if slot not in chunk.filled]
         self._is_done[others] = record.done[-1][others]
         live = {slot: request for slot, request in enumerate(chunk.requests) if request is not None}
-        before = {slot: len(request._tokens) for slot, request in live.items()}
+        before, after = np.zeros((2, len(self.slots)), np.int64)
+        before[[*live]] = [len(request._tokens) for request in live.values()]
         try:
             self._pass_on(live, record)
         finally:  # an exception of a callback leaves the tokens of the requests before it
-            self._count(live, before, record)
+            after[[*live]] = [len(request._tokens) for request in live.values()]
+            steps = self._tally.add(record, after - before)
+            for slot, request in live.items():
+                request._steps += int(steps[slot])
         self.chunks.running.pop(0)
         ended = tuple(request for request in live.values() if request.finished is not None)
         for request in ended:
@@ -243,15 +247,6 @@ class Runner:
             if request.finished is None:
                 request.error = error
             return None
-
-    def _count(self, live: dict[int, Request], before: dict[int, int], record: StepRecord) -> None:
-        """Count the steps whose tokens requests got; they had ``before`` tokens before them."""
-        token_counts = np.zeros(len(self.slots), np.int64)
-        for slot, request in live.items():
-            token_counts[slot] = len(request._tokens) - before[slot]
-        steps = self._tally.add(record, token_counts)
-        for slot, request in live.items():
-            request._steps += int(steps[slot])
 
 
 def _with_done(state: DecodeState, done: np.ndarray) -> DecodeState:

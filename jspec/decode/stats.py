@@ -100,18 +100,11 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON, derived ones included."""
-        names = (
-            "rows prompt_tokens steps drafted accepted committed mean_accepted_length "
-            "acceptance_rate compilations compile_s prefill_s prefill_tokens_per_s decode_s "
-            "decode_tokens_per_s"
-        )
-        positions = [
-            {"attempts": p.attempts, "accepted": p.accepted, "rate": p.rate}
-            for p in self.acceptance_by_position
-        ]
+        derived = "mean_accepted_length acceptance_rate prefill_tokens_per_s decode_tokens_per_s"
+        positions = [vars(p) | {"rate": p.rate} for p in self.acceptance_by_position]
         at_gamma = {str(gamma): steps for gamma, steps in self.steps_at_gamma}
         sequences = {"acceptance_by_position": positions, "steps_at_gamma": at_gamma}
-        return {n: getattr(self, n) for n in names.split()} | sequences
+        return vars(self) | {name: getattr(self, name) for name in derived.split()} | sequences
 
 
 class Tally:
