@@ -6,10 +6,9 @@ import dataclasses
 
 from jspec.decode.draft.chain import Chain
 from jspec.decode.draft.drafter import Drafter, NoDraft
-from jspec.decode.draft.guided import GuidedDraft
 from jspec.decode.draft.lookup import NgramDraft, SuffixDraft
 from jspec.decode.draft.model_draft import ModelDraft
-from jspec.decode.draft.self_draft import SelfDraft
+from jspec.decode.draft.self_draft import GuidedDraft, SelfDraft
 from jspec.policies import GUIDED, POLICIES
 from jspec.policies.named import made
 
