@@ -27,7 +27,7 @@ from jspec.decode.convert_state import convert_state
 from jspec.decode.options import usual_steps
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import PROGRAMS
-from jspec.decode.rows import room_of, state_of
+from jspec.decode.rows import state_of
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.step import decode_chunk
 from jspec.eval.sample import prepared
@@ -298,7 +298,7 @@ class Cell:
 
         def start(before: DecodeState) -> DecodeState:
             state = convert_state(models, before, config)
-            arrays = tokens, lengths, params, ends, room_of(params, ends), state.cache, state.draft
+            arrays = tokens, lengths, params, ends, state.cache, state.draft
             return place(state_of(*arrays, exact=state.exact), explicit_mesh_sharding(models))
 
         return start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,15 @@ from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.config import shown
 from jspec.decode.checks import check_started
+from jspec.decode.prefill import init_drafter_state
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
+from jspec.decode.step import sync_drafter
 from jspec.dispatch import Backends, use_backends
 from jspec.policies import Policy
 from jspec.policies.policy import columns_of, create_cache, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place, with_auto_axes
-from jspec.typing import Array, Model
+from jspec.typing import Model
 
 TOKENS = ("keys", "values")  # the model's columns, as opposed to those of policies
 
@@ -62,22 +63,11 @@ def convert_state(
     others = dataclasses.replace(state, cache=None, draft=None)
     copied = jax.tree.map(jnp.copy, others)
     cache = _filled(models, empty, source, policy=config.cache_policy, backends=config.backends)
-    drafter_state = _drafter_state(models, source.lengths, state.tokens, config=config)
-    return place(
-        dataclasses.replace(copied, cache=cache, draft=drafter_state, exact=config.exact), sharding
-    )
-
-
-@jax.jit(static_argnames="config")
-def _drafter_state(models: Models, lengths: Array, tokens: Array, config: StepConfig) -> Any:
-    """The drafter's state after prompts of ``lengths [B]``, the first of ``tokens [B, S]``.
-
-    It takes all S positions, so that prompts of any length share a program.
-    """
-    batch, capacity = tokens.shape
-    with config.of_models():
-        drafter_state = config.draft.init(models, batch, capacity, config.gamma)
-        return config.draft.sync(models, drafter_state, tokens, lengths, capacity)
+    batch, capacity = state.tokens.shape
+    drafter_state = init_drafter_state(models, config=config, batch=batch, capacity=capacity)
+    converted = dataclasses.replace(copied, cache=cache, draft=drafter_state, exact=config.exact)
+    # All positions, so that prompts of any length share a program.
+    return place(sync_drafter(models, place(converted, sharding), config, capacity), sharding)
 
 
 @jax.jit(static_argnames=("policy", "backends"), donate_argnames="empty")

@@ -17,7 +17,7 @@ from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import Request
-from jspec.decode.rows import room_of, state_of, stops_of
+from jspec.decode.rows import state_of, stops_of
 from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
@@ -156,8 +156,8 @@ def _converted(
     check_requests(models, ids, params)
     state = convert_state(models, prefilled, config)
     ends = models.target.config.stop_tokens
-    row = (tokens, lengths, params, ends, room_of(params, ends))
-    state = state_of(*row, state.cache, state.draft, exact=state.exact)
+    row = (tokens, lengths, params, ends, state.cache, state.draft)
+    state = state_of(*row, exact=state.exact)
     return place(state, explicit_mesh_sharding(models))
 
 

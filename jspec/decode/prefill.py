@@ -29,7 +29,6 @@ from jspec.decode.rows import (
     packed_rows,
     padded,
     power_of_two,
-    room_of,
     state_of,
     stops_of,
 )
@@ -180,8 +179,8 @@ def _started(
             jax.block_until_ready(cache)
             on_prefill(min(begin + chunk, total), total)
     ends = models.target.config.stop_tokens
-    row = (tokens, lengths, params, ends, room_of(params, ends))
-    return place(state_of(*row, cache, drafter_state, exact=config.exact), sharding)
+    row = (tokens, lengths, params, ends, cache, drafter_state)
+    return place(state_of(*row, exact=config.exact), sharding)
 
 
 def fill_slot(

@@ -28,20 +28,22 @@ def state_of(
     lengths: np.ndarray,
     params: Sequence[SamplingParams],
     ends: Sequence[int],
-    room: int,
     cache: Cache,
     drafter_state: Any,
-    mode: SamplingMode | None = None,
     *,
     exact: bool,
+    room: int | None = None,
+    mode: SamplingMode | None = None,
 ) -> DecodeState:
     """The state of prompts whose keys and values are in ``cache``.
 
     ``tokens`` int32 ``[B, S]`` has -1 after each prompt; ``params`` have seeds; ``ends``: the
-    model's stop tokens; ``room``: stop tokens that a row has room for; ``mode``: None for what
-    ``params`` need. Its arrays are of numpy, but for those that are passed: a program takes all of
-    them at once, while copying each to the device by itself would take as long as copying all.
+    model's stop tokens; ``room``: stop tokens that a row has room for; ``room`` and ``mode`` are
+    None for what ``params`` need. Its arrays are of numpy, but for those that are passed: a program
+    takes all of them at once, while copying each to the device would take as long as copying all.
     """
+    if room is None:  # with that of the model's always, so that `ignore_eos` changes no shape
+        room = power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
     no_limit = np.iinfo(np.int32).max
     limits = [no_limit if p.draft_limit is None else p.draft_limit for p in params]
     arrays: dict[str, Any] = {
@@ -59,14 +61,6 @@ def state_of(
         exact=exact,
         **arrays,
     )
-
-
-def room_of(params: Sequence[SamplingParams], ends: Sequence[int]) -> int:
-    """Room for the stop tokens of each of ``params`` and for ``ends``, the model's own.
-
-    Always for both, so that `ignore_eos` changes no shape.
-    """
-    return power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
 
 
 def stops_of(params: SamplingParams, ends: Sequence[int]) -> tuple[int, ...]:
@@ -202,8 +196,9 @@ def packed_rows(
     """
     tokens, lengths = padded(prompts, state.tokens.shape[1])
     cache = dataclasses.replace(cache, lengths=lengths - 1)
-    row = (tokens, lengths, params, ends, state.stop_tokens.shape[1], cache, drafter_state)
-    return PackedRows.of(state_of(*row, mode=state.mode, exact=state.exact), slots)
+    like = {"exact": state.exact, "room": state.stop_tokens.shape[1], "mode": state.mode}
+    row = state_of(tokens, lengths, params, ends, cache, drafter_state, **like)
+    return PackedRows.of(row, slots)
 
 
 def grow_capacity(state: DecodeState, capacity: int, config: StepConfig) -> DecodeState:

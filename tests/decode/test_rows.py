@@ -26,7 +26,9 @@ def rows() -> DecodeState:
     """Two rows that the host knows, with every dtype of a state."""
     tokens, lengths = padded(prompts((6, 3)), 256)
     cache: Any = None
-    result = state_of(tokens, lengths, PARAMS, ENDS, ROOM, cache, None, mode="greedy", exact=False)
+    result = state_of(
+        *(tokens, lengths, PARAMS, ENDS, cache, None), exact=False, room=ROOM, mode="greedy"
+    )
     result = dataclasses.replace(result, done=np.array([True, False]))
     temperature = np.array([np.nan, -0.0], np.float32)
     sampling = dataclasses.replace(result.sampling, temperature=temperature)
