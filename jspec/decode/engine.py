@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -92,7 +92,9 @@ class Engine:
             )
         self._max_stop_tokens = stop_tokens
         models = model, options.get("draft_model")
-        self._weights = [(x, x.get_raw_value()) for x in variables_of(models)]
+        # Of Flax modules, whose values a trainer replaces in place.
+        variables = [x for _, x in nnx.iter_graph(models) if isinstance(x, nnx.Variable)]
+        self._weights = [(x, x.get_raw_value()) for x in variables]
         self._options = resolved
         self._runner = Runner(resolved, slots, on_compile)
         self._prefix_tokens = 0
@@ -281,11 +283,6 @@ class Engine:
     def _memory(self) -> contextlib.AbstractContextManager[None]:
         size = f"{self.slots} slots of {self.capacity} positions"
         return memory_errors(size, "lower slots or capacity")
-
-
-def variables_of(models: Any) -> list[nnx.Variable]:
-    """The variables of Flax modules, whose values a trainer replaces in place."""
-    return [x for _, x in nnx.iter_graph(models) if isinstance(x, nnx.Variable)]
 
 
 def usual_chunk(models: Models) -> int:

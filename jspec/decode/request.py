@@ -99,9 +99,18 @@ class Request:
             return None
         self._offered = new
         try:
-            return tokens_to_keep(self._on_tokens(new), len(new))
+            answer = self._on_tokens(new)
         finally:
             self._offered = ()
+        if answer is None or isinstance(answer, (bool, np.bool_)):
+            return len(new) if answer else None
+        keep_count = whole_number(answer)
+        if keep_count is None or not 0 <= keep_count <= len(new):
+            raise ValueError(
+                f"on_tokens returned {shown(answer)} for {len(new)} tokens; return how many of "
+                "them the row keeps as its last ones, True for all, or None to go on"
+            )
+        return keep_count
 
     def _take(self, new: tuple[int, ...], keep_count: int | None, *, is_last: bool) -> None:
         """Append the first ``keep_count`` of ``new`` tokens, None for all, and end where they say.
@@ -119,16 +128,3 @@ class Request:
     def _end(self, why: str) -> None:
         # A request may outlive the engine: it must not hold it, nor what its callback holds.
         self.finished, self._engine, self._prompt, self._on_tokens = why, None, None, None
-
-
-def tokens_to_keep(answer: Any, count: int) -> int | None:
-    """How many of ``count`` tokens are a request's last ones, as ``on_tokens`` says; else None."""
-    if answer is None or isinstance(answer, (bool, np.bool_)):
-        return count if answer else None
-    keep = whole_number(answer)
-    if keep is None or not 0 <= keep <= count:
-        raise ValueError(
-            f"on_tokens returned {shown(answer)} for {count} tokens; return how many of them the "
-            "row keeps as its last ones, True for all, or None to go on"
-        )
-    return keep
