@@ -174,9 +174,10 @@ class GammaChoice:
     def observe(
         self, gamma: int, seconds: float | None, accepted: np.ndarray, live: np.ndarray
     ) -> None:
-        """Add a chunk: ``seconds`` of a step, None if unknown, what each ``accepted [steps, B]``.
+        """Add a chunk, whose steps took ``seconds`` each, None if unknown.
 
-        ``live`` bool ``[steps, B]``: rows that were live then.
+        ``accepted`` int ``[steps, B]``: draft tokens accepted; ``live`` bool ``[steps, B]``: which
+        rows were live.
         """
         self.chunks += 1
         self.runs[gamma] += 1

@@ -307,11 +307,9 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype:
     try:
         resolved = jnp.dtype(dtype)
     except TypeError:
-        resolved = None
-    is_float = (
-        resolved is not None and jnp.issubdtype(resolved, jnp.floating) and resolved.itemsize > 1
-    )
-    if resolved is None or not is_float or jax.dtypes.canonicalize_dtype(resolved) != resolved:
+        resolved = jnp.dtype(bool)
+    is_float = jnp.issubdtype(resolved, jnp.floating) and resolved.itemsize > 1
+    if not is_float or jax.dtypes.canonicalize_dtype(resolved) != resolved:
         raise ValueError(f"a cache of {shown(dtype)} must be of float32, bfloat16 or float16")
     return resolved
 
