@@ -95,7 +95,10 @@ def start_decoding(
     )
     needed = max(len(p) + s.max_new_tokens for p, s in zip(ids, params, strict=True))
     capacity = rounded_capacity(needed) if capacity is None else capacity
-    _check_capacity(capacity, None if grows else needed, max(map(len, ids)))
+    if grows:
+        _check_capacity(capacity, max(map(len, ids)), "prompt")
+    else:
+        _check_capacity(capacity, needed)
     dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
     longest, rings = max(capacity, needed), not config.exact
     layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
@@ -125,14 +128,12 @@ def _checked(
     return models, ids, params
 
 
-def _check_capacity(capacity: Any, needed: int | None, prompt_tokens: int) -> None:
-    """Raise `ValueError` unless ``needed`` positions, None for those of the prompt, fit."""
-    least, parts, shorten = needed, "prompt and max_new_tokens", "lower max_new_tokens"
-    if least is None:
-        least, parts, shorten = prompt_tokens, "prompt", "shorten the prompt"
-    if (whole_number(capacity) or 0) < least:
+def _check_capacity(capacity: Any, needed: int, parts: str = "prompt and max_new_tokens") -> None:
+    """Raise `ValueError` unless the ``parts`` of a request, ``needed`` positions, fit."""
+    if (whole_number(capacity) or 0) < needed:
+        shorten = "shorten the prompt" if parts == "prompt" else "lower max_new_tokens"
         raise ValueError(
-            f"a request needs {least} slots ({parts}) but capacity={shown(capacity)}; raise the "
+            f"a request needs {needed} slots ({parts}) but capacity={shown(capacity)}; raise the "
             f"capacity or {shorten}"
         )
 
@@ -218,7 +219,7 @@ def fill_slot(
         raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
     check_started(state.exact, config.exact)
     checked, ids, rows = _checked(models, [prompt], params, config, (capacity, chunk))
-    _check_capacity(capacity, len(ids[0]) + rows[0].max_new_tokens, len(ids[0]))
+    _check_capacity(capacity, len(ids[0]) + rows[0].max_new_tokens)
     sizes = (capacity, state.cache.layouts, state.cache.keys(0).dtype, chunk)
     one = _started(checked, ids, rows, config, *sizes)
     if _row_shapes(one.draft) != _row_shapes(state.draft):
