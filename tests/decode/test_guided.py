@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jspec.config import SamplingParams
 from jspec.decode.draft import Chain, GuidedDraft, NgramDraft, NoDraft, SelfDraft, named_draft
 from jspec.decode.draft.autoregressive import alternating_scan
-from jspec.decode.draft.guided import Guide
+from jspec.decode.draft.self_draft import Guide
 from jspec.decode.generation import generate
 from jspec.decode.prefill import start_decoding
 from jspec.decode.rows import grow_capacity
