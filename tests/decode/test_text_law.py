@@ -14,7 +14,7 @@ from jspec.decode.auto import GammaChoice
 from jspec.decode.draft import DrafterTraits
 from jspec.decode.draft import autoregressive as draft_module
 from jspec.decode.draft import chain as chain_module
-from jspec.ops.sample import Role
+from jspec.ops.sample import Role, sample
 from tests.decode.text_laws import OTHER_POLICIES, SAMPLED, SOURCES, Haunted, check_law
 
 # Quest drafts as the dense policy does, in the cache; Vegas as it does where it is refreshed. Dense
@@ -169,20 +169,12 @@ def test_numbers_of_rejected_tokens_are_not_used_again(monkeypatch):
         check_law("haunted", SAMPLED, rows=MUTANT_ROWS)
 
 
-def chain_with(change):
-    """The middle level's sampling with changed arguments."""
-    right = chain_module.sample
-
-    def sample(logits, sampling, positions, role, **static):
-        changed = {"positions": positions, "role": role} | change(positions, role)
-        return right(logits, sampling, **static, **changed)
-
-    return "sample", sample
-
-
 CHAIN_MUTANTS = {
-    "numbers of acceptance shared by two levels": chain_with(
-        lambda positions, role: {"role": Role.ACCEPT}
+    "numbers of acceptance shared by two levels": (
+        "drawn",
+        lambda state, logits, positions: sample(
+            logits, state.sampling, positions, Role.ACCEPT, filtered=state.mode == "filtered"
+        ),
     ),
     "logits of another position": (
         "_put",
