@@ -364,6 +364,12 @@ def test_what_never_fits_is_refused_when_it_comes(engine, prompt, params, messag
         engine.submit("hello")  # pyright: ignore[reportArgumentType]
 
 
+def test_what_just_fits_is_queued(engine):
+    """128 positions, and 16 stop tokens."""
+    params = SamplingParams(max_new_tokens=28, stop_tokens=tuple(range(16)))
+    engine.submit([1] * 100, params).cancel()
+
+
 # --- any order of calls --------------------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ def test_a_sampled_newcomer_changes_the_mode_and_no_greedy_token(sharp):
 def test_a_newcomer_with_fewer_stop_tokens_gets_no_others(tiny):
     params = SamplingParams(max_new_tokens=4, stop_tokens=(7, 9))
     state = start_decoding(tiny, [[1, 2], [3]], params, capacity=32)
-    one = SamplingParams(max_new_tokens=3, stop_tokens=(8,))
+    one = SamplingParams(max_new_tokens=31, stop_tokens=(8,))  # which just fits
     state = fill_slot(tiny, state, 1, [5], one)
     assert state.stop_tokens.tolist() == [[7, 9], [8, -1]]
 

@@ -40,9 +40,9 @@ def on_devices(x: jax.Array) -> list[np.ndarray]:
 def test_each_device_keeps_its_slots_and_gets_its_share_of_the_new_ones(windowed):
     """From 32 positions to the 64 that 56 in whole blocks of 8 on two ranks come to."""
     model = helix.shard(windowed, helix.HelixConfig(kvp=2, tpa=2, block=8))
-    config = jspec.StepConfig(3, SHARE)
+    config = jspec.StepConfig(27, SHARE)  # a ring of as many positions as there are at first
     state = jspec.start_decoding(model, TEXTS, LONG, config, capacity=32, grows=True)
-    ring = StripedLayout(16, 2, 8, wraps=True)
+    ring = StripedLayout(32, 2, 8, wraps=True)
     assert state.cache.layouts == (StripedLayout(32, 2, 8), ring)
     columns, picked = state.cache.columns, state.draft.picked[0]
     before = jax.tree.map(on_devices, columns)

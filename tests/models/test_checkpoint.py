@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jspec import CheckpointError, load_model, save_model
+from jspec.models.safetensors_file import StoredTensor
 from tests.models.helpers import (
     apart,
     assert_equal,
@@ -104,7 +105,10 @@ def quantized(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_int8_equals_dequantised_numpy(quantized, dtype):
+def test_int8_equals_dequantised_numpy(quantized, dtype, monkeypatch):
+    """By blocks of a few rows, each of which has a scale of its own."""
+    blocks = StoredTensor.blocks
+    monkeypatch.setattr(StoredTensor, "blocks", lambda self, **more: blocks(self, 100, **more))
     stored = load_file(quantized / "model.safetensors")
     weights = {name: value for name, value in stored.items() if not name.endswith("_scale")}
     for name, value in weights.items():

@@ -215,6 +215,8 @@ def test_the_first_draft_reads_first_and_last_positions():
     rows = [set(row[row >= 0].tolist()) for row in first]
     assert rows == [{0, 1, 2, 3, *range(94, 100)}, {0, 1, 2, 3, *range(8, 12)}, set()]
     assert Vegas(per_head=True).initial_selection(2, 200, context_len).shape == (3, 2, 200)
+    (few,) = Vegas(budget=2, least=0, recent=1).initial_selection(2, 200, context_len[:1])
+    assert sorted(few.tolist()) == [0, 99]
 
 
 @pytest.mark.parametrize(
