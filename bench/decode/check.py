@@ -18,10 +18,11 @@ from bench.decode.shapes import part_of
 from jspec.cache import Cache
 from jspec.decode.draft import Drafted
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, Models, vocabulary_axes
 from jspec.decode.step import draft, run_target
 from jspec.dispatch import Backends
 from jspec.ops.registry import step_operations
+from jspec.ops.vocabulary import Axes
 from jspec.policies import ScoredPolicy
 from jspec.typing import Array, Attend
 
@@ -85,7 +86,7 @@ class Check:
         tokens = jax.ShapeDtypeStruct((shapes.tokens.shape[0], self._config.gamma), jnp.int32)
 
         def lower(config: StepConfig) -> jax.stages.Lowered:
-            return _iteration.lower(_with_scaled_keys(self._models), state, tokens, config)
+            return _iteration.lower(_checked(self._models), state, tokens, config)
 
         return {
             "checked": partial(lower, self._config),
@@ -101,7 +102,7 @@ class Check:
         size = state.tokens.shape[0], self._config.gamma
         tokens = np.random.default_rng(1).integers(0, vocabulary, size, np.int32)
         state = self._cut(state, self._drafter_state(self._models))
-        arguments = _with_scaled_keys(self._models), state, tokens
+        arguments = _checked(self._models), state, tokens
         actual, expected = (programs[name](*arguments) for name in ("checked", "reference"))
         errors = _errors(actual, expected)
         error = max(errors.values())
@@ -119,7 +120,7 @@ class Check:
         """The result of the reference in float32."""
         models, state = jax.tree.map(_widened, (self._models, state))
         with jax.default_matmul_precision("highest"):
-            return _iteration(_with_scaled_keys(models), state, tokens, self._reference)
+            return _iteration(_checked(models), state, tokens, self._reference)
 
     def _cut(self, state: DecodeState, drafter_state: Any) -> DecodeState:
         """The state of the compared layers, in sampled mode: drafts then return their logits."""
@@ -144,10 +145,19 @@ def first_selecting(specs: Any, policy: ScoredPolicy) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _ScaledKeys:
-    """A model whose new keys are `NEW_KEY_SCALE` times as large."""
+class CheckedModel:
+    """A model that is compared with another one.
+
+    Attributes:
+        model: the model.
+        tokens: ``[B, S]``, what it reads at each position, whatever a step feeds it; None to read
+            that.
+        key_scale: of its new keys.
+    """
 
     model: Any
+    tokens: Array | None = None
+    key_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     @property
     def config(self) -> Any:
@@ -157,20 +167,31 @@ class _ScaledKeys:
     def dtype(self) -> Any:
         return self.model.dtype
 
+    @property
+    def vocabulary_axes(self) -> Axes | None:
+        return vocabulary_axes(self.model)
+
     def __call__(self, tokens: Array, positions: Array, attend: Any, cache: Any) -> Any:
+        scale = self.key_scale
+
         class ScaledKeys(Attend):
             def __call__(self, layer, q, k, v, cache, /, **rest: Any) -> Any:
-                return attend(layer, q, jnp.asarray(NEW_KEY_SCALE, k.dtype) * k, v, cache, **rest)
+                return attend(layer, q, jnp.asarray(scale, k.dtype) * k, v, cache, **rest)
 
-        return self.model(tokens, positions, ScaledKeys(), cache)
+        if self.tokens is not None:
+            tokens = jnp.take_along_axis(self.tokens, positions, axis=1, mode="clip")
+        return self.model(tokens, positions, attend if scale == 1 else ScaledKeys(), cache)
 
     def logits(self, hidden: Array) -> Array:
         return self.model.logits(hidden)
 
 
-def _with_scaled_keys(models: Models) -> Models:
-    copy = None if models.draft is None else _ScaledKeys(models.draft)
-    return models._replace(target=_ScaledKeys(models.target), draft=copy)
+def _checked(models: Models) -> Models:
+    target, copy = (
+        None if model is None else CheckedModel(model, key_scale=NEW_KEY_SCALE)
+        for model in (models.target, models.draft)
+    )
+    return models._replace(target=target, draft=copy)
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from bench.cases import Case
-from bench.decode.check import LAYERS, MIN_SHARED, REFERENCE, TOLERANCE, share
+from bench.decode.check import LAYERS, MIN_SHARED, REFERENCE, TOLERANCE, CheckedModel, share
 from bench.helix.states import alone, filled, model_of, rewound, step_config
 from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
@@ -97,9 +97,8 @@ def computed(
         picked_now = state.draft.picked
         if reference is not None:
             reference_picked = reference.picked[len(picked) : len(picked) + len(picked_now)]
-            draft_state = state.draft._replace(
-                picked=tuple(map(_placed, reference_picked, picked_now))
-            )
+            placed = tuple(map(_placed, reference_picked, picked_now))
+            draft_state = dataclasses.replace(state.draft, picked=placed)
             state = dataclasses.replace(state, draft=draft_state)
         picked += map(np.array, picked_now)  # copies: the next step takes the state
     names = logits[0]
@@ -160,7 +159,7 @@ def _step(model: Any, state: DecodeState, config: StepConfig) -> tuple[dict[str,
     names = ["verification"] if isinstance(config.draft, NoDraft) else ["verification", "draft"]
 
     def run(models: Models, state: DecodeState) -> tuple[dict[str, Any], DecodeState]:
-        models = models._replace(target=_Fed(models.target, state.tokens))
+        models = models._replace(target=CheckedModel(models.target, state.tokens))
         drafted, state = draft(models, state, config)
         before, many = state.cache.lengths, jnp.full_like(drafted.lengths, config.gamma)
         whole = Drafted(drafted.tokens, many)
@@ -179,33 +178,6 @@ def _step(model: Any, state: DecodeState, config: StepConfig) -> tuple[dict[str,
     with config.of_models():
         like = dict.fromkeys(names, state.done), state
         return on_mesh_of(model, config, run, Models(model), state, like=like)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fed:
-    """A model that reads ``tokens [B, S]`` at its positions, whatever a step feeds it."""
-
-    model: Any
-    tokens: Array
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
-
-    @property
-    def dtype(self) -> Any:
-        return self.model.dtype
-
-    @property
-    def vocabulary_axes(self) -> Axes | None:
-        return vocabulary_axes(self.model)
-
-    def __call__(self, tokens: Array, positions: Array, attend: Any, cache: Any) -> Any:
-        tokens = jnp.take_along_axis(self.tokens, positions, axis=1, mode="clip")
-        return self.model(tokens, positions, attend, cache)
-
-    def logits(self, hidden: Array) -> Array:
-        return self.model.logits(hidden)
 
 
 def _whole(logits: Array, axes: Axes | None) -> Array:

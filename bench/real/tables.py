@@ -27,19 +27,6 @@ from bench.real.figures import (
 from bench.settings import console
 from bench.table import times
 
-HEADINGS = (
-    "drafter",
-    "tokens/step",
-    "all rows",
-    "ms/step",
-    "tok/s",
-    "vs plain",
-    "of floor",
-    "batch",
-    "end to end",
-    "same",
-    "repeat",
-)
 FOOT = (
     "tokens/step: committed per verification step, ± standard error over rows, of answers that do "
     "not repeat a 16-gram three times; all rows: with those that do. tok/s: steady, of all rows "
@@ -66,28 +53,24 @@ def title(row: Row) -> str:
     return words + (", exact" if case["exact"] == "yes" else "")
 
 
-def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    """A timed row under `HEADINGS`."""
+def cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:
+    """A timed row, by heading."""
     mean, every = (committed_per_step(row, repetitive=x) for x in (False, True))
     steady, step = steady_rate(row), step_ms(row)
-
-    def ratio(rate: Any) -> str:
-        value = over_plain(row, rows, rate)
-        return "" if value is None else times(value)
-
-    return (
-        row["name"],
-        "" if mean is None else with_error(mean),
-        "" if every is None else f"{every.mean:.2f}",
-        "" if step is None else f"{step:.2f}",
-        "" if steady is None else f"{steady:,.0f}",
-        ratio(steady_rate),
-        "" if steady is None else f"{steady / floor_rate(row):.2f}",
-        ratio(batch_rate),
-        ratio(end_to_end_rate),
-        f"{row['identical_rows']}/{row['rows']}" if "identical_rows" in row else "",
-        str(sum(row["repeats"])) if "repeats" in row else "",
-    )
+    rates = {"vs plain": steady_rate, "batch": batch_rate, "end to end": end_to_end_rate}
+    over = {heading: over_plain(row, rows, rate) for heading, rate in rates.items()}
+    speeds = {heading: "" if speed is None else times(speed) for heading, speed in over.items()}
+    return {
+        "drafter": row["name"],
+        "tokens/step": "" if mean is None else with_error(mean),
+        "all rows": "" if every is None else f"{every.mean:.2f}",
+        "ms/step": "" if step is None else f"{step:.2f}",
+        "tok/s": "" if steady is None else f"{steady:,.0f}",
+        "of floor": "" if steady is None else f"{steady / floor_rate(row):.2f}",
+        **speeds,
+        "same": f"{row['identical_rows']}/{row['rows']}" if "identical_rows" in row else "",
+        "repeat": str(sum(row["repeats"])) if "repeats" in row else "",
+    }
 
 
 def with_error(per_step: PerStep) -> str:
@@ -109,10 +92,11 @@ def show(result: dict[str, Any]) -> None:
     for rows in groups(result["rows"]).values():
         heading = f"{result['machine']['device']}, acceptance measured. {title(rows[0])}"
         table = Table(title=heading, title_justify="left", padding=(0, 1, 0, 0), box=None)
-        for word in HEADINGS:
+        lines = [cells(row, rows) for row in rows if is_timed(row)]
+        for word in lines[0] if lines else ():
             table.add_column(word, justify="left" if word == "drafter" else "right")
-        for row in filter(is_timed, rows):
-            table.add_row(*cells(row, rows))
+        for line in lines:
+            table.add_row(*line.values())
         screen.print(table)
         for row in rows:
             if row.get("reason"):
