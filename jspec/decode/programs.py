@@ -119,9 +119,11 @@ class Timed:
             return executable
 
         key = _key_of(function, args, static)
-        if key not in self._executables:
-            self._executables[key] = self._programs.executable(key, compile_, self.clock)
-        return self._executables[key]
+        executable = self._executables.get(key)  # once: an equal key is compared array by array
+        if executable is None:
+            executable = self._programs.executable(key, compile_, self.clock)
+            self._executables[key] = executable
+        return executable
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:

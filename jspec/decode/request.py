@@ -59,6 +59,11 @@ class Request:
         return tuple(self._tokens)
 
     @property
+    def _length(self) -> int:
+        """Positions of its prompt and tokens."""
+        return self.prompt_tokens + len(self._tokens)
+
+    @property
     def _left(self) -> int:
         """Tokens that it may still get."""
         return self.params.max_new_tokens - len(self._tokens)

@@ -187,9 +187,8 @@ class Runner:
         """Positions of the longest row after so many chunks more than were read, at most."""
         options = self.chunks.options
         new = chunks * options.steps * (options.config.gamma + 1)
-        requests = [request for request in self.slots if request is not None]
-        reaches = [x.prompt_tokens + len(x.tokens) + int(min(new, x._left)) for x in requests]
-        return max(reaches, default=0)
+        requests = (request for request in self.slots if request is not None)
+        return max((x._length + int(min(new, x._left)) for x in requests), default=0)
 
     def _idle(self) -> np.ndarray | None:
         """Slots without a request, bool ``[B]``; None where the device has the same."""
