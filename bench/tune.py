@@ -51,7 +51,7 @@ class Point:
 def tune(folder: Path, path: Path) -> None:
     """Fit the order of each operation to the JSON files of ``folder``, and write a table.
 
-    An order of an existing table that costs less is kept.
+    Rules of an existing table are fitted one by one, so that those which no result reaches stay.
 
     Args:
         folder: of results of one device. Their rows say the sizes by which orders are chosen.
@@ -78,7 +78,7 @@ def tune(folder: Path, path: Path) -> None:
         if points:
             unmeasured = [Rule({}, list(operation.default_order))]
             before = orders.get(operation.name, unmeasured)
-            orders[operation.name] = _better(operation, points, before)
+            orders[operation.name] = refined(operation, points, before)
     # Sampling sums the same weights as stochastic verification, whose rules only use its sizes.
     orders[SAMPLE.name] = orders[VERIFY_STOCHASTIC.name]
     path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
@@ -104,18 +104,47 @@ def tune_blocks(path: Path, benchmarks: Sequence[OperationBenchmark]) -> None:
     tuned.load(path)
 
 
-def _better(
+def refined(
     operation: Operation, points: Sequence[Point], before: Sequence[Rule]
 ) -> Sequence[Rule]:
-    """Rules fitted to the points, or those of ``before`` where they cost less."""
-    rules, screen = fit(points, operation), console()
+    """The rules of ``before``, each fitted to the points that it applies to.
+
+    A rule that applies to no point stays as it is, and so does one that costs no more than what is
+    fitted. A rule that the next one repeats is dropped.
+    """
+    rules, rest = list[Rule](), list(points)
+    for rule in before:
+        reached = [point for point in rest if _applies(rule, point)]
+        rest = [point for point in rest if not _applies(rule, point)]
+        fitted = fit(reached, operation) if reached else []
+        if fitted and sum(_costs(reached, fitted)) < sum(_costs(reached, [Rule({}, rule.take)])):
+            rules += [Rule({**rule.up_to, **_lower(x.up_to, rule.up_to)}, x.take) for x in fitted]
+        else:
+            rules.append(rule)
+    remaining = [rule for rule, next_ in itertools.pairwise(rules) if not _repeats(rule, next_)]
+    rules = [*remaining, rules[-1]]
+    screen = console()
     screen.print(f"{operation.name}, implementation=None against the fastest backend:")
     screen.print(f"  before: {_speed(points, before)}, {len(before)} rules")
     screen.print(f"  fitted: {_speed(points, rules)}, {len(rules)} rules")
-    if sum(_costs(points, rules)) <= sum(_costs(points, before)):
-        return rules
-    screen.print("  the existing order costs less, and is kept")
-    return before
+    return rules
+
+
+def _applies(rule: Rule, point: Point) -> bool:
+    return all(point.sizes[name] <= bound for name, bound in rule.up_to.items())
+
+
+def _lower(bounds: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    """``bounds``, where ``others`` has a lower one that."""
+    return {name: min(bound, others.get(name, bound)) for name, bound in bounds.items()}
+
+
+def _repeats(rule: Rule, following: Rule) -> bool:
+    """Whether ``following`` has the order of ``rule`` wherever that applies."""
+    covers = all(
+        rule.up_to.get(name, bound + 1) <= bound for name, bound in following.up_to.items()
+    )
+    return covers and list(rule.take) == list(following.take)
 
 
 def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Point]:

@@ -11,7 +11,7 @@ import pytest
 from bench import blocks, tune
 from bench.__main__ import main
 from bench.suite import OperationBenchmark, Setup
-from bench.tune import Point, fit, points_of, text
+from bench.tune import Point, fit, points_of, refined, text
 from jspec import tuned
 from jspec.dispatch import Backend, Operation, always
 from jspec.ops.attention.dense import ATTENTION
@@ -85,6 +85,23 @@ def test_an_order_ends_with_a_backend_that_never_refuses():
     assert rules == [Rule({}, ["xla"])]
 
 
+def test_a_rule_that_no_point_reaches_stays():
+    """One is best in small batches of short drafts; nothing of long drafts was measured."""
+    before = [Rule({"gamma": 4}, ["two", "xla"]), Rule({}, ["xla"])]
+    points = [point(batch, 2, two=1 + (batch < 64), one=1 + (batch >= 64)) for batch in (1, 8, 64)]
+    assert refined(TOY, points, before) == [
+        Rule({"gamma": 4, "batch": 22}, ["one", "two", "xla"]),
+        Rule({"gamma": 4}, ["two", "one", "xla"]),
+        before[1],
+    ]
+
+
+def test_a_rule_that_the_next_one_repeats_is_dropped():
+    before = [Rule({"batch": 8}, ["one", "xla"]), Rule({"batch": 64}, ["xla"]), Rule({}, ["xla"])]
+    points = [point(batch, 2, xla=2.0, one=1.0) for batch in (1, 16, 32)]
+    assert refined(TOY, points, before) == [Rule({"batch": 64}, ["one", "xla"]), Rule({}, ["xla"])]
+
+
 def results(folder: Path, **machine: str) -> Path:
     """Greedy verification by ``cuda`` and ``pallas``, the one best to 32 rows, the other beyond."""
     folder.mkdir()
@@ -106,12 +123,13 @@ def test_the_command_writes_a_table_that_loads(tmp_path, capsys):
     assert main(["tune", str(folder), "--json", str(path)]) == 0
     table = tuned.load(path)
     assert (table.gpu, table.compute_capability, table.measured) == ("NVIDIA New", (9, 0), True)
-    assert list(table.orders["verify_greedy"]) == [
-        Rule({"batch": 181}, ["cuda", "pallas", "xla"]),
-        Rule({}, ["pallas", "cuda", "xla"]),
-    ]
     # What was not measured is that of the nearest GPU.
     nearest = tuned.nearest("NVIDIA New", (9, 0), list(tuned.tables().values()))
+    assert [rule.up_to for rule in table.orders["verify_greedy"]] == [
+        rule.up_to for rule in nearest.orders["verify_greedy"]
+    ]
+    assert table.order("verify_greedy", {"batch": 32}) == ("cuda", "pallas", "xla")
+    assert table.order("verify_greedy", {"batch": 1024}) == ("pallas", "cuda", "xla")
     assert table.orders["pack"] == nearest.orders["pack"]
     assert table.blocks == nearest.blocks
     assert "fitted: mean 1.0000x, worst 1.00x, 6 points, 2 rules" in capsys.readouterr().out
@@ -175,7 +193,7 @@ def test_what_cannot_be_fitted_is_said(machine, path, message, tmp_path, capsys)
     assert message in capsys.readouterr().err
 
 
-def test_an_order_that_costs_less_stays(tmp_path, monkeypatch, capsys):
+def test_an_order_that_costs_no_more_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "GAIN", 9)
     path = tmp_path / "test.json"
     rules = [Rule({"batch": 99}, ["cuda", "xla"]), Rule({}, ["pallas", "xla"])]
@@ -184,7 +202,6 @@ def test_an_order_that_costs_less_stays(tmp_path, monkeypatch, capsys):
     path.write_text(text(dataclasses.replace(base, gpu="NVIDIA Test", orders=orders)))
     assert main(["tune", str(results(tmp_path / "r")), "--json", str(path)]) == 0
     assert list(tuned.load(path).orders["verify_greedy"]) == rules
-    assert "the existing order costs less, and is kept" in capsys.readouterr().out
 
 
 def test_a_folder_without_results_and_one_of_two_gpus_are_refused(tmp_path):
