@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import blocks
+from bench import blocks, show
 from bench.point import best_clock, by_case, spread
 from bench.settings import console
 from bench.suite import OperationBenchmark
@@ -60,7 +60,7 @@ def tune(folder: Path, path: Path) -> None:
     Raises:
         ValueError: where nothing can be fitted to the results.
     """
-    results = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    results = list(map(show.read, sorted(folder.glob("*.json"))))
     rows = [row for result in results for row in result["rows"] if row.get("sizes")]
     if not rows:
         raise ValueError(

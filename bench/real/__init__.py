@@ -11,7 +11,6 @@ over the time of `jspec.generate`, whose end is that of the slowest row. Rivals 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 
 import jspec
-from bench import cases, ceilings
+from bench import cases, ceilings, show
 from bench.ceilings import Ceilings
 from bench.decode.shapes import weight_bytes
 from bench.drafters import ALL, PLAIN, SAMPLING, Drafting, drafter_names
@@ -117,10 +116,10 @@ def _earlier(path: Path | None, name: str) -> list[Row]:
     if path is None or not path.exists():
         return []
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = show.read(path)
         of = result["suite"], result["model"]["name"], result["machine"]["device"]
         rows = result["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (show.NoResult, KeyError, TypeError) as error:
         raise Refused(f"--resume cannot read {path}: {type(error).__name__}: {error}") from None
     device = describe()["device"]
     if of != ("real", name, device):

@@ -27,33 +27,12 @@ from jspec.models.tokenizer import Tokenizer
 KINDS = ("code", "docs", "code", "metadata")
 PACKAGES = ("jax", "numpy", "scipy", "flax", "orbax", "optax", "rich", "jinja2")
 MODULES = (
-    *("argparse", "ast", "asyncio", "collections", "concurrent.futures", "configparser", "csv"),
-    *(
-        "ctypes",
-        "datetime",
-        "decimal",
-        "difflib",
-        "email.message",
-        "enum",
-        "fractions",
-        "http.client",
-    ),
-    *("inspect", "io", "ipaddress", "itertools", "json", "logging", "mailbox", "multiprocessing"),
-    *(
-        "os",
-        "pathlib",
-        "pickle",
-        "random",
-        "re",
-        "shutil",
-        "socket",
-        "sqlite3",
-        "ssl",
-        "statistics",
-    ),
-    *("string", "subprocess", "tarfile", "tempfile", "threading", "tokenize", "typing"),
-    *("unittest", "unittest.mock", "urllib.request", "uuid", "xml.dom.minidom", "zipfile"),
-)
+    "argparse ast asyncio collections concurrent.futures configparser csv ctypes datetime "
+    "decimal difflib email.message enum fractions http.client inspect io ipaddress itertools "
+    "json logging mailbox multiprocessing os pathlib pickle random re shutil socket sqlite3 "
+    "ssl statistics string subprocess tarfile tempfile threading tokenize typing unittest "
+    "unittest.mock urllib.request uuid xml.dom.minidom zipfile"
+).split()
 QUESTIONS = {
     "rewrite": (
         "Write the text above again from its beginning, word for word, but call `{name}` "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from bench import show
 from bench.report import real_cells
 
 # Suites whose results of one folder are one result.
@@ -48,7 +48,7 @@ def read(results: Path) -> list[Run]:
         by_suite: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for path in sorted(folder.glob("*.json"), key=lambda path: ("." in path.stem, path)):
             suite, _, name = path.stem.partition(".")
-            by_suite.setdefault(suite, []).append((name, json.loads(path.read_text())))
+            by_suite.setdefault(suite, []).append((name, show.read(path)))
         for suite, named in by_suite.items():
             if suite in JOINED:
                 named = [("", JOINED[suite]([result for _, result in named]))]
