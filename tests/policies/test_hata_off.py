@@ -169,6 +169,11 @@ def test_a_share_that_is_none_is_refused(predicted):
         HataOff(predicted=predicted)
 
 
+def test_layers_with_a_window_stay_on_the_device():
+    specs = [SPEC, SPEC, dataclasses.replace(SPEC, window=4), SPEC]
+    assert HostStorage(first_layer=1).layers(specs) == (1, 3)
+
+
 @pytest.mark.parametrize("settings", [{"first_layer": -1}, {"prefetch_share": 1.5}], ids=str)
 def test_bad_storage_settings_are_refused(settings):
     ((name, value),) = settings.items()

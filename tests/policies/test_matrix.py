@@ -13,7 +13,7 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import SelfDraft
 from jspec.decode.generation import generate
 from jspec.ops.attention.dense import attention
-from jspec.policies import POLICIES
+from jspec.policies import POLICIES, Policy, Selection
 from jspec.policies.attend import SelectedAttend
 from jspec.policies.compact import Compact, CompactAttend
 from jspec.policies.dense import DenseAttend
@@ -121,6 +121,25 @@ def test_attention_reads_what_it_selects(name, layout):
         )
         np.testing.assert_allclose(out[:, :, 2 * head : 2 * head + 2], expected, atol=2e-6)
     np.testing.assert_array_equal(keys[0, 20], k[0, 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything(Policy):
+    """All positions, in each layer as in one with a window."""
+
+    reads_queries = False
+
+    def select(self, policy_params, layer, cache, q, context_len, budget_share=1.0):
+        return Selection()
+
+
+def test_a_compact_copy_of_a_whole_layer_has_its_committed_positions():
+    cache = filled(MATRIX["dense"], LinearLayout(CAPACITY))
+    compact = jax.jit(lambda cache: Compact.of(cache, Everything(), None, spare=1))(cache)
+    index = np.arange(CAPACITY)[None]
+    expected = np.where(index < LENGTHS[:, None], index, -1)
+    np.testing.assert_array_equal(compact.positions[0][:, :-1], expected)
+    np.testing.assert_array_equal(compact.positions[0][:, -1], LENGTHS)
 
 
 def test_a_compact_copy_reads_what_the_cache_would():
