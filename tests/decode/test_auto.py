@@ -280,7 +280,9 @@ def cycle_gammas(monkeypatch, gammas):
     [
         "suffix:min_match=1",
         "vegas",
-        pytest.param("quest:budget=12,page=4,sinks=1,recent=2", marks=pytest.mark.slow),
+        pytest.param(
+            "quest:budget=16,page=4,sinks=1,recent=2,dense_layers=0", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_greedy_tokens_are_the_plain_ones_whatever_is_chosen(name, tiny, monkeypatch):

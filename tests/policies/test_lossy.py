@@ -19,6 +19,7 @@ from jspec.decode.step import decode_chunk
 from jspec.policies import Dense, ExactTopK, Loki, Policy, Quest, Selection, Streaming
 from jspec.policies.attend import run_selected
 from jspec.policies.pass_state import PassState
+from jspec.policies.policy import with_pages
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
 from tests.policies import reference
@@ -26,6 +27,8 @@ from tests.policies.common import MATRIX, SharedTopK, arrays_of, random
 from tests.policies.test_selection import per_head
 
 NEW = 5
+# One page of four is chosen by its score, in every layer.
+QUEST = Quest(budget=16, page=4, sinks=1, recent=2, dense_layers=0)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,7 @@ def test_with_room_for_all_it_is_plain_decoding(policy, tiny):
 
 
 def test_a_request_alone_gets_what_it_gets_among_others(tiny):
-    settings = {"draft": None, "target": Quest(budget=12, page=4, sinks=1, recent=2)}
+    settings = {"draft": None, "target": QUEST}
     whole = generate(tiny, prompts(), requests(), **settings)
     for row in (0, 3):
         alone = generate(
@@ -134,7 +137,7 @@ def test_a_request_alone_gets_what_it_gets_among_others(tiny):
 
 def test_a_batch_that_grows_keeps_its_pages(tiny, monkeypatch):
     """From 12 positions over 24 to 44, of pages of 5, as if there had been room from the start."""
-    settings = {"draft": None, "target": Quest(budget=15, page=5, sinks=1, recent=2)}
+    settings = {"draft": None, "target": dataclasses.replace(QUEST, budget=20, page=5)}
     settings |= {"params": SamplingParams(max_new_tokens=40), "steps_per_chunk": 2}
     whole = generate(tiny, prompts((3, 4)), **settings)
     monkeypatch.setattr(generation, "START", 12)
@@ -143,7 +146,7 @@ def test_a_batch_that_grows_keeps_its_pages(tiny, monkeypatch):
 
 
 def test_a_slot_takes_over_pages_with_its_request(tiny):
-    config = StepConfig(0, NoDraft(), target=Quest(budget=12, page=4, sinks=1, recent=2))
+    config = StepConfig(0, NoDraft(), target=QUEST)
     params = SamplingParams(max_new_tokens=8)
     first, other = prompts((40, 31))
     state = start_decoding(tiny, [first, first], params, config)
@@ -152,6 +155,11 @@ def test_a_slot_takes_over_pages_with_its_request(tiny):
     alone = generate(tiny, [first, other], params, draft=None, target=config.target)
     got = np.asarray(record.tokens)[..., 0]
     assert [tuple(got[:, row].tolist()) for row in (0, 1)] == list(alone.tokens)
+    # Steps have folded what they committed, as one pass over all of it does.
+    whole = jax.jit(lambda cache, n: with_pages(config.target, None, cache, 0 * n, n, 256).pages)
+    pages = whole(state.cache, state.cache.lengths)
+    assert [set(layer_pages) for layer_pages in pages] == [{"low", "high"}]
+    jax.tree.map(np.testing.assert_array_equal, pages, state.cache.pages)
 
 
 def test_a_selection_serves_several_layers():
