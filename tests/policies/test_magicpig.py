@@ -49,21 +49,25 @@ def sampled(policy, policy_params, keys, q) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("junk", [0.0, np.nan], ids=["clean", "poisoned"])
 def test_a_query_weights_what_it_sampled_by_the_inverse_of_its_probability(junk):
+    """In the second of two layers, of which the first has other projections."""
     policy = dataclasses.replace(WEIGHTED, budget=20)
-    cache, policy_params = filled(policy, LinearLayout(CAPACITY), junk=junk), arrays_of(policy)
+    cache = filled(policy, LinearLayout(CAPACITY), junk=junk)
+    twice = {name: getattr(cache, name) * 2 for name in ("columns", "specs", "layouts", "pages")}
+    cache = dataclasses.replace(cache, **twice)
+    policy_params = arrays_of(dataclasses.replace(policy, seed=1)) + arrays_of(policy)
     q, k, v = query()
     positions = jnp.asarray(LENGTHS)[:, None]
     attend = SelectedAttend(positions, cache.lengths, 3, policy=policy, policy_params=policy_params)
-    out, after = jax.jit(lambda q, k, v, c: attend(0, q, k, v, c))(q, k, v, cache)
+    out, after = jax.jit(lambda q, k, v, c: attend(1, q, k, v, c))(q, k, v, cache)
     sampled_positions = 0
     for row, head in np.ndindex(BATCH, 4):
         position, group = LENGTHS[row], head // 2
         keys, values = (
-            np.float64(x[row, : position + 1, group]) for x in (after.keys(0), after.values(0))
+            np.float64(x[row, : position + 1, group]) for x in (after.keys(1), after.values(1))
         )
         one = np.float64(q[row, 0, head])
-        centre = np.float64(policy_params[0]["center"])[group]
-        in_bucket, u = sampled(policy, policy_params[0], keys - centre, one)
+        centre = np.float64(policy_params[1]["center"])[group]
+        in_bucket, u = sampled(policy, policy_params[1], keys - centre, one)
         index = np.arange(position + 1)
         always = (index < policy.sinks) | (index >= position - policy.recent)
         factor = np.where(always, 1, in_bucket / u)
