@@ -240,9 +240,13 @@ def test_a_draft_beside_it_is_refused(settings, message):
     assert not StepConfig(**settings, target=Dense()).is_lossy
 
 
-@pytest.mark.parametrize("target", ["quest", Quest], ids=["name", "class"])
-def test_what_is_no_policy_is_refused(target):
-    with pytest.raises(TypeError, match="must be a policy"):
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("quest", "must be a policy"), (Quest, r"is a class; pass one of it, Quest\(\)")],
+    ids=["name", "class"],
+)
+def test_what_is_no_policy_is_refused(target, message):
+    with pytest.raises(TypeError, match=message):
         StepConfig(0, NoDraft(), target=target)
 
 
