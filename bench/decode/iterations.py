@@ -16,7 +16,7 @@ from bench.cases import Case
 from bench.ceilings import Ceilings
 from bench.decode import floors, kernels
 from bench.decode.check import Check
-from bench.decode.running import CHUNKS, Loop, compiled, memory_of, too_large
+from bench.decode.running import CHUNKS, Loop, compiled, memory_of, rewound, too_large
 from bench.decode.states import Blueprint
 from bench.program import failure
 from jspec.decode.settings import StepConfig
@@ -86,20 +86,16 @@ class Iteration:
             return
         drafter = jax.jit(drafter_state)(self.models)
 
-        def rewound(state: DecodeState) -> DecodeState:
-            # A chunk consumes its state.
-            draft = jax.tree.map(jnp.copy, drafter)
-            return dataclasses.replace(blueprint.rewound(state), draft=draft)
-
-        state = rewound(blueprint.filled(target.config.vocab_size))
+        start = self.case["S"], drafter
+        state = rewound(blueprint.filled(target.config.vocab_size), *start)
         reason, error = check.wrong(state, programs)
         if reason:
             yield self._row(False, reason=reason, error=error, memory=memory)
             return
-        state, record = jax.block_until_ready(program(self.models, rewound(state)))
+        state, record = jax.block_until_ready(program(self.models, rewound(state, *start)))
         if not (record.committed >= 1).all():
             raise RuntimeError("an iteration committed no token in some row")
-        loop = Loop(program, self.models, state, rewound)
+        loop = Loop(program, self.models, state, *start)
         del state
         samples = loop.step_ns(self.steps)
         median = statistics.median(samples)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from bench import clocks
 from jspec.decode.state import DecodeState, Models
@@ -23,6 +26,20 @@ def compiled(lowerings: Mapping[str, Callable[[], jax.stages.Lowered]]) -> dict[
     return {name: future.result() for name, future in futures.items()}
 
 
+def rewound(state: DecodeState, length: int, draft: Any = None) -> DecodeState:
+    """The state with its lengths reset to ``length``.
+
+    ``draft``: a drafter's state, which a chunk consumes, so that the state gets a copy; None for
+    the state's own.
+    """
+    # Made on the host: a copy to the device launches no kernel.
+    lengths = np.full(state.tokens.shape[0], length, np.int32)
+    lengths = jax.device_put(lengths, state.cache.lengths.sharding)
+    state = dataclasses.replace(state, cache=state.cache.with_lengths(lengths))
+    copy = jax.tree.map(jnp.copy, draft)
+    return state if draft is None else dataclasses.replace(state, draft=copy)
+
+
 class Loop:
     """Runs sequences of chunks; each takes the state of the one before.
 
@@ -30,7 +47,8 @@ class Loop:
         program: the compiled chunk.
         models: its first argument.
         state: to begin with; consumed.
-        rewound: resets a state to the one that a sequence begins with.
+        length: of each row where a sequence begins.
+        draft: the drafter's state there.
     """
 
     def __init__(
@@ -38,14 +56,15 @@ class Loop:
         program: Any,
         models: Models | Any,
         state: DecodeState,
-        rewound: Callable[[DecodeState], DecodeState],
+        length: int,
+        draft: Any,
     ):
-        self._program, self._models = program, models
-        self._state, self._rewound = state, rewound
+        self._program, self._models, self._state = program, models, state
+        self._length, self._draft = length, draft
 
     def run(self, count: int) -> jax.Array:
         """Run ``count`` chunks; an array to wait for."""
-        state = self._rewound(self._state)
+        state = rewound(self._state, self._length, self._draft)
         for _ in range(count):
             state, _ = self._program(self._models, state)
         self._state = state

@@ -52,7 +52,7 @@ class NoisyPadding(NoDraft):
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """Makes states with ``context`` tokens in each row.
+    """Makes states for a context of random tokens.
 
     ``small``: a state with as many rows and a cache of two slots; ``shapes``: the shapes of the
     whole state, for compiling before its memory is allocated.
@@ -60,7 +60,6 @@ class Blueprint:
 
     small: DecodeState
     shapes: DecodeState
-    context: int
 
     @classmethod
     def of(
@@ -92,10 +91,10 @@ class Blueprint:
 
         shapes = jax.eval_shape(whole, small)
         cache = map_host_columns(shapes.cache, host_shape)
-        return cls(small, dataclasses.replace(shapes, cache=cache), context)
+        return cls(small, dataclasses.replace(shapes, cache=cache))
 
     def filled(self, vocabulary: int) -> DecodeState:
-        """A state with random tokens, keys, values and columns of the policy."""
+        """A state with random tokens, keys, values and columns of the policy; to be `rewound`."""
         batch, capacity = self.shapes.tokens.shape
         seeds = itertools.count()
 
@@ -111,19 +110,12 @@ class Blueprint:
         )
         tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, capacity), np.int32)
         cache = dataclasses.replace(self.shapes.cache, columns=columns, pages=pages)
-        state = dataclasses.replace(
+        return dataclasses.replace(
             self.small,
             cache=map_host_columns(cache, lambda x: host.place_in_host(x, None)),
             tokens=jnp.asarray(tokens),
             limits=jnp.full((batch,), capacity, jnp.int32),
         )
-        return self.rewound(state)
-
-    def rewound(self, state: DecodeState) -> DecodeState:
-        """The state with its lengths reset to ``context``."""
-        # Made on the host: a copy to the device launches no kernel.
-        lengths = jnp.asarray(np.full(state.tokens.shape[0], self.context, np.int32))
-        return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))
 
 
 def map_host_columns(cache: Cache, change: Callable[[Any], Any]) -> Cache:

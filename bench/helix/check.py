@@ -19,7 +19,8 @@ from jax import lax
 
 from bench.cases import Case
 from bench.decode.check import LAYERS, MIN_SHARED, REFERENCE, TOLERANCE, CheckedModel, share
-from bench.helix.states import alone, filled, model_of, rewound, step_config
+from bench.decode.running import rewound
+from bench.helix.states import alone, filled, model_of, step_config
 from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
@@ -86,7 +87,7 @@ def computed(
     state = filled(model, case, config)
     size = step_config(case).gamma + 1
     steps = max(STEPS, -(-TOKENS // size))
-    state = _giving_drafts(rewound(case, state, less=min(case["S"], steps * size // 2)))
+    state = _giving_drafts(rewound(state, max(case["S"] - steps * size // 2, 0)))
     logits: list[dict[str, np.ndarray]] = []
     picked: list[np.ndarray] = []
     for _ in range(steps):

@@ -14,7 +14,7 @@ import numpy as np
 from bench.cases import Case
 from bench.decode.catalogue import MODELS
 from bench.decode.check import NEW_KEY_SCALE
-from bench.decode.running import CHUNKS
+from bench.decode.running import CHUNKS, rewound
 from bench.decode.shapes import first_layers, noise, random_model
 from jspec.cache import StripedLayout
 from jspec.config import ModelConfig, SamplingParams
@@ -136,7 +136,7 @@ def filled(model: Any, case: Case, config: StepConfig) -> DecodeState:
         tokens=jax.device_put(tokens, state.tokens.sharding),
         limits=jax.device_put(np.full(batch, capacity, np.int32), state.limits.sharding),
     )
-    return rewound(case, state)
+    return rewound(state, case["S"])
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "size"))
@@ -146,10 +146,3 @@ def _in_slots(x: Array, layout: Any, size: int) -> Array:
     if not isinstance(layout, StripedLayout):
         return x
     return jnp.take(x, layout.slot_positions(jnp.full(1, size - 1, jnp.int32))[0], axis=1)
-
-
-def rewound(case: Case, state: DecodeState, less: int = 0) -> DecodeState:
-    """The state with its lengths reset to S, or to ``less`` positions fewer."""
-    lengths = np.full(case["B"], case["S"] - less, np.int32)
-    lengths = jax.device_put(lengths, state.cache.lengths.sharding)
-    return dataclasses.replace(state, cache=state.cache.with_lengths(lengths))

@@ -7,7 +7,6 @@ chunk of steps in a sequence of chunks, divided by its steps.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 from collections.abc import Iterator
@@ -20,10 +19,10 @@ import numpy as np
 from bench import point
 from bench.cases import Case
 from bench.decode.check import LAYERS
-from bench.decode.running import Loop, device_bytes, memory_of, too_large
+from bench.decode.running import Loop, device_bytes, memory_of, rewound, too_large
 from bench.helix import check, states
 from bench.helix.mesh import too_few_devices
-from bench.helix.states import filled, helix_of, model_of, rewound, shape_of, step_config
+from bench.helix.states import filled, helix_of, model_of, shape_of, step_config
 from bench.program import failure
 from bench.settings import Settings
 from bench.suite import Benchmark
@@ -67,16 +66,11 @@ def measured(case: Case, model: Any, state: DecodeState, program: Any) -> dict[s
     if reason := too_large(weights + cached, memory):
         return about | {"reason": reason}
     # After this chunk, a drafter has picks from this context.
-    state, _ = program(model, rewound(case, state))
-    draft_state = jax.tree.map(jnp.copy, state.draft)
-    state, record = program(model, rewound(case, state))
+    state, _ = program(model, rewound(state, case["S"]))
+    start = case["S"], jax.tree.map(jnp.copy, state.draft)
+    state, record = program(model, rewound(state, *start))
     about["committed"] = float(np.asarray(record.committed).mean())
-
-    def restarted(state: DecodeState) -> DecodeState:
-        # A chunk consumes its state.
-        return dataclasses.replace(rewound(case, state), draft=jax.tree.map(jnp.copy, draft_state))
-
-    loop = Loop(program, model, state, restarted)
+    loop = Loop(program, model, state, *start)
     del state
     samples = loop.step_ns(states.STEPS)
     return about | {"step_ns": samples}

@@ -373,7 +373,7 @@ def test_rounding_explains_an_error_up_to_a_limit(monkeypatch):
     model, config = shapes.random_model(ONE), StepConfig(2, NoisyPadding())
     blueprint = Blueprint.of(model, 2, 100, 2, 6)
     checks = check.Check(Models(model), config, lambda models: None)
-    state = blueprint.filled(ONE.vocab_size)
+    state = running.rewound(blueprint.filled(ONE.vocab_size), 100)
     calls, in_float32 = {}, checks._in_float32
 
     def reference(*arguments):
