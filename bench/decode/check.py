@@ -238,6 +238,12 @@ def _more_than_rounding(
 
 def _errors(actual: _Result, expected: _Result, *, overall: bool = False) -> dict[str, float]:
     """The errors of the logits of a verification, and of a draft, by `_error`."""
+    errors = _error_arrays(actual, expected, overall=overall)
+    return {what: float(error) for what, error in errors.items()}
+
+
+@partial(jax.jit, static_argnames="overall")
+def _error_arrays(actual: _Result, expected: _Result, *, overall: bool) -> dict[str, Array]:
     errors = {"verification": _error(actual.target, expected.target, overall=overall)}
     if actual.draft is None or expected.draft is None:
         return errors
@@ -251,7 +257,7 @@ def _errors(actual: _Result, expected: _Result, *, overall: bool = False) -> dic
 
 def _error(
     actual: Array, expected: Array, known: Array | None = None, *, overall: bool = False
-) -> float:
+) -> Array:
     """The error of logits ``[B, T, V]`` relative to the norm of those expected.
 
     The largest mean of a row or of a position, over the tokens that are ``known [B, T]``: in long
@@ -262,9 +268,9 @@ def _error(
     known = jnp.ones_like(distance, bool) if known is None else known
     distance, many = jnp.where(known, distance, 0), known.astype(distance.dtype)
     if overall:
-        return float(distance.sum() / jnp.maximum(many.sum(), 1))
-    means = (distance.sum(axis) / jnp.maximum(many.sum(axis), 1) for axis in (0, 1))
-    return max(float(mean.max()) for mean in means)
+        return distance.sum() / jnp.maximum(many.sum(), 1)
+    means = [distance.sum(axis) / jnp.maximum(many.sum(axis), 1) for axis in (0, 1)]
+    return jnp.concatenate(means).max()
 
 
 def share(actual: Array | np.ndarray, expected: Array | np.ndarray) -> float:

@@ -49,9 +49,8 @@ def test_it_keeps_what_a_direct_prefill_keeps(name, windowed):
             for row, length in enumerate(map(len, PROMPTS)):
                 # What no position is in may be anything.
                 used = slice(0, min(length - 1, size))
-                np.testing.assert_allclose(
-                    result[column][row, used], expected[column][row, used], rtol=1e-5, atol=1e-6
-                )
+                pair = (np.asarray(x[column])[row, used] for x in (result, expected))
+                np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, got.cache.pages, direct.cache.pages)
     assert not shared.cache.keys(0).is_deleted()
 

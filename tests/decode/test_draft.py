@@ -1,6 +1,7 @@
 """Drafters: lookup against plain Python, sparse views and second models by what they see."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests.conftest import TINY, make_decoder
 from tests.decode.common import DRAFTERS, full_logits, prompts
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def propose(models, state: DecodeState, config: StepConfig) -> Drafted:
     """The draft of a step, cut at the rows' limits."""
     drafted, _ = config.draft.draft(Models.of(models), state, config.gamma)
