@@ -14,6 +14,7 @@ from jspec.models.files import Fields, directory_of, read_json
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_vocabulary import read_vocabulary
 from jspec.models.special_tokens import SETTINGS, read_special_tokens
+from jspec.models.template_memory import counted_memory
 from jspec.models.template_sandbox import SIZE_LIMIT as TEXT_LIMIT
 from jspec.models.template_sandbox import TemplateSandbox
 from jspec.models.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ class ChatTemplate:
     """The Jinja chat template of a Hugging Face tokenizer, run in a sandbox.
 
     It is compiled when it is first rendered. The sandbox keeps a template from Python's internals
-    and bounds the sizes of what it makes; it does not limit its time.
+    and bounds the sizes of what it makes, each and together; it does not limit its time.
 
     Args:
         source: the template, or templates by name, of which ``default`` is usual and ``tool_use``
@@ -141,23 +142,27 @@ class ChatTemplate:
         return self._sources.get(chosen, chosen)
 
     def _run(self, source: str, variables: dict[str, Any]) -> str:
-        try:
-            if source not in self._compiled:
-                self._compiled[source] = TemplateSandbox().from_string(source)
-        # What Jinja lets through, Python's compiler may refuse, as a break outside a loop.
-        except Exception as error:
-            raise self._error("no chat template", error) from None
+        with counted_memory():
+            try:
+                if source not in self._compiled:
+                    self._compiled[source] = TemplateSandbox().from_string(source)
+            # What Jinja lets through, Python's compiler may refuse, as a break outside a loop.
+            except Exception as error:
+                raise self._error("no chat template", error) from None
+            return self._text(self._compiled[source], variables)
+
+    def _text(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
         pieces, size = [], 0
         try:
-            for piece in self._compiled[source].generate(variables):
+            for piece in template.generate(variables):
                 pieces.append(piece)
-                size += len(piece)
+                size += max(len(piece), 1)
                 if size > TEXT_LIMIT:
                     raise jinja2.TemplateRuntimeError(f"it writes over {TEXT_LIMIT} characters")
+            return "".join(pieces)  # pieces of ``{% filter first %}`` may be no texts
         # A template calls methods of what it is given, which raise what they like.
         except Exception as error:
             raise self._error("the chat template refuses the messages", error) from None
-        return "".join(pieces)
 
     def _error(self, what: str, error: Exception) -> ChatTemplateError:
         reason = on_one_line(error) or type(error).__name__

@@ -1,11 +1,14 @@
 """What bounds chat templates, whose sizes are limited and whose time is not."""
 
+import itertools
 import json
 import time
+import tracemalloc
 
 import jinja2
 import pytest
 
+from jspec.models import template_memory
 from jspec.models.chat import ChatTemplate
 from jspec.models.errors import ChatTemplateError
 
@@ -57,6 +60,24 @@ LONG = "{% for i in range(99999) %}" + "a" * 1000 + "{% endfor %}"
         "{{ cycler() }}",
         "{{ lipsum(10**6) }}",
         "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns|tojson }}",
+        "{{ ('y' * 2000).join(('x' * 99999)|list) }}",
+        "{{ '{:{w}}'.format('x', w=10**9) }}",
+        "{{ '{:{w}}'.format_map({'w': 10**9}) }}",
+        "{{ ('%(a)s' * 9999) % {'a': 'y' * 9999} }}",
+        "{{ '%9999d' * 9999 % (range(9999)|list) }}",
+        "{{ ('x' * 40000)|wordwrap(1, wrapstring='y' * 4000) }}",
+        "{{ 'a.com ' * 9999|urlize(target='x' * 9999) }}",
+        "{{ ('x' * 9999)|replace(new='y' * 9999, old='x') }}",
+        "{{ ('x' * 9999).translate({120: 'y' * 9999}) }}",
+        "{{ [1]|replace('1', 'y' * 10**7) }}",
+        "{{ '1'.zfill(10**9) }}",
+        "{{ 'x'.encode().ljust(10**4) }}",
+        "{% filter list %}a{% endfilter %}",
+        "{{ 1.5|round(10**9, 'ceil') }}",
+        "{{ strftime_now('%999d' * 9999) }}",
+        "{{ ([1] * 9999)|tojson(separators=('x' * 9999, ':')) }}",
+        "{% set ns = namespace(x=[1] * 99) %}{% for i in range(99) %}{% set ns.x = [ns.x] %}"
+        "{% endfor %}{{ ns.x|tojson(indent=9999) }}",
     ],
 )
 def test_a_template_that_grows_without_bound_is_refused(source):
@@ -65,6 +86,56 @@ def test_a_template_that_grows_without_bound_is_refused(source):
         ChatTemplate(source, {}, "where").render(TALK)
     assert str(refusal.value).isprintable()
     assert time.process_time() - begin < 8
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ range(999)|map('center', 9999)|list|length }}",
+        "{{ (['x' * 30000] * 99)|map('upper')|first }}",
+        "{{ ('€' * 30000)|list|length }}",
+        "{{ ('€' * 30000)|sort|length }}",
+        "{{ ('€' * 30000)|select|join('y')|length }}",
+        "{% for x in ('€' * 30000)|select %}{{ loop.length }}{% endfor %}",
+        "{{ ([[0] * 9999] * 50)|sum(start=[])|length }}",
+        "{% set ns = namespace(x=[]) %}{% for i in range(99) %}{% set ns.x = ns.x + [('x' * 30000)"
+        "[i:]] %}{% endfor %}",
+        "{% macro f(n) %}{% set x %}{{ 'x' * 30000 }}{% endset %}{{ f(n) ~ x }}{% endmacro %}"
+        "{{ f(1) }}",
+        "{% macro f(n) %}{% set x = [" + "0," * 9999 + "] %}{{ f(n) ~ x }}{% endmacro %}{{ f(1) }}",
+        "".join(f"{{% set x{i} = 'x' * 30000 ~ 'y' %}}" for i in range(40)),
+    ],
+    ids=map(str, itertools.count()),
+)
+def test_all_that_a_template_makes_is_bounded(source, monkeypatch):
+    """Each part is small enough; together they have over 2**20 bytes."""
+    monkeypatch.setattr(template_memory, "MEMORY_LIMIT", 1 << 20)
+    with pytest.raises(ChatTemplateError, match="texts and lists together have over 1048576 bytes"):
+        ChatTemplate(source, {}, "where").render(TALK)
+
+
+def test_the_bound_is_that_of_the_memory():
+    source = "{{ range(99999)|map('center', 9999)|list|length }}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(ChatTemplateError, match="texts and lists together"):
+            ChatTemplate(source, {}, "where").render(TALK)
+        assert tracemalloc.get_traced_memory()[1] < 1.2 * template_memory.MEMORY_LIMIT
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_is_freed_counts_no_more():
+    """A thousand texts of 8 MB, one after the other."""
+    source = (
+        "{% set ns = namespace(x='') %}{% for i in range(1000) %}{% set ns.x = 'x' * 8000000 %}"
+    )
+    assert ChatTemplate(source + "{% endfor %}{{ ns.x|length }}", {}, "").render(TALK) == "8000000"
+
+
+def test_python_warns_of_nothing_in_a_template():
+    with pytest.raises(ChatTemplateError, match="refuses the messages: 'int' object is not subsc"):
+        ChatTemplate("{% set x = 1[1:] %}", {}, "where").render(TALK)
 
 
 def test_long_conversations_are_rendered():
