@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -24,6 +26,10 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of a command; bad ones end the process with one line and exit code 2."""
     parser = command_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    # argparse drops ``--`` there, and gives an empty list in place of a number.
+    if empty := next((item for item in argv if re.fullmatch("--[a-z-]+=--", item)), None):
+        parser.error(f"argument {empty.partition('=')[0]}: '--' is no value")
     arguments = parser.parse_args(argv)
     stdin = getattr(arguments, "stdin", None)
     if stdin not in (None, "-"):

@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 REDELIVERY_SECONDS = 0.02
+LINE_LIMIT = 1000  # characters of an error, which may quote what a file or an argument holds
 INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
@@ -38,8 +39,8 @@ def one_line(text: str) -> str:
 
 
 def fail(message: str) -> int:
-    """Print an error; returns the exit code of bad input."""
-    print(f"jspec: error: {one_line(message)}", file=sys.stderr)
+    """Print an error, of at most `LINE_LIMIT` characters; returns the exit code of bad input."""
+    print(f"jspec: error: {one_line(message):.{LINE_LIMIT}}", file=sys.stderr)
     return 2
 
 

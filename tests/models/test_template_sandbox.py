@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import time
 import tracemalloc
 
@@ -11,6 +12,7 @@ import pytest
 from jspec.models import template_memory
 from jspec.models.chat import ChatTemplate
 from jspec.models.errors import ChatTemplateError
+from tests.models import random_templates
 
 TALK = [{"role": "user", "content": "Hi"}]
 
@@ -114,7 +116,8 @@ def test_all_that_a_template_makes_is_bounded(source, monkeypatch):
         ChatTemplate(source, {}, "where").render(TALK)
 
 
-def test_the_bound_is_that_of_the_memory():
+def test_the_bound_is_that_of_the_memory(monkeypatch):
+    monkeypatch.setattr(template_memory, "MEMORY_LIMIT", 1 << 24)
     source = "{{ range(99999)|map('center', 9999)|list|length }}"
     tracemalloc.start()
     try:
@@ -131,6 +134,19 @@ def test_what_is_freed_counts_no_more():
         "{% set ns = namespace(x='') %}{% for i in range(1000) %}{% set ns.x = 'x' * 8000000 %}"
     )
     assert ChatTemplate(source + "{% endfor %}{{ ns.x|length }}", {}, "").render(TALK) == "8000000"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_template_renders_or_is_refused_in_one_line(seed, monkeypatch):
+    monkeypatch.setattr(template_memory, "MEMORY_LIMIT", 1 << 22)
+    rng = random.Random(seed)
+    texts = []
+    for _ in range(100):
+        try:
+            texts.append(ChatTemplate(random_templates.template(rng), {}, "where").render(TALK))
+        except ChatTemplateError as error:
+            texts.append(str(error) if str(error).isprintable() else None)
+    assert all(isinstance(text, str) for text in texts)
 
 
 def test_python_warns_of_nothing_in_a_template():

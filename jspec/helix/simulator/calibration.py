@@ -82,8 +82,8 @@ def load_fits(path: str | Path) -> tuple[Fit, ...]:
         }
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(
-            f"{path} has no times of messages or attention: {type(error).__name__}: {error}; "
-            "write them with python -m bench helix --json FILE"
+            f"{path} has no times of messages or attention: {type(error).__name__}: "
+            f"{error!s:.200}; write them with python -m bench helix --json FILE"
         ) from None
     latents = by_kind.pop("latents")
     kinds = [kind for kind, times in by_kind.items() if times]

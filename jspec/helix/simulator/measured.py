@@ -58,8 +58,8 @@ def predictions(
         ]
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(
-            f"{path} has no times of steps or attention: {type(error).__name__}: {error}; write "
-            f"them with python -m bench helix --json FILE --case op=step or op=layer"
+            f"{path} has no times of steps or attention: {type(error).__name__}: {error!s:.200}; "
+            f"write them with python -m bench helix --json FILE --case op=step or op=layer"
         ) from None
     return tuple(results)
 

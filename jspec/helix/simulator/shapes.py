@@ -10,6 +10,7 @@ from typing import Any
 
 from jspec.models.files import INTEGER_LIMIT, read_json
 
+MIN_RATE = 1e-6
 MAX_RATE = 1e12  # of a machine, in any of its units
 DATA = files("jspec.helix.simulator") / "data"
 CONFIG = {  # of a Hugging Face config.json
@@ -104,10 +105,10 @@ class Hardware:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            if type(value) not in (int, float) or not 0 < value <= MAX_RATE:
+            if type(value) not in (int, float) or not MIN_RATE <= value <= MAX_RATE:
                 raise ValueError(
-                    f"hardware {self.name}: {field.name}={value!s:.20} must be a number above 0 "
-                    f"and at most {MAX_RATE:g}"
+                    f"hardware {self.name}: {field.name}={value!s:.20} must be a number, at "
+                    f"least {MIN_RATE:g} and at most {MAX_RATE:g}"
                 )
 
 
