@@ -86,6 +86,13 @@ def test_the_command_fits_and_predicts(tmp_path, capsys):
     assert printed["predictions"][0]["error"] == pytest.approx(0, abs=0.01)
 
 
+@pytest.mark.parametrize(("name", "size"), [("kvp", 0), ("B", -1), ("S", 1e308), ("tpa", True)])
+def test_sizes_that_no_mesh_has_are_refused(name, size, tmp_path):
+    path = written(tmp_path, "attend", LAYER.case("S=256K,kvp=2") | {name: size})
+    with pytest.raises(ValueError, match=f"{name}={size}".replace("+", ".") + " must be a whole"):
+        predictions(path, H200, FREE)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

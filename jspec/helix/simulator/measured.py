@@ -6,6 +6,7 @@ These are attention with its exchange on several devices, and whole steps.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from jspec.helix.simulator.configurations import STRATEGIES, Configurations
 from jspec.helix.simulator.cost import Constants, attention_seconds, step_times
 from jspec.helix.simulator.shapes import Hardware, ModelShape, load_shape
-from jspec.models.files import read_json
+from jspec.models.files import INTEGER_LIMIT, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,8 @@ def _prediction(row: dict[str, Any], seconds: float) -> Prediction:
     what += f", latent {case['latent']}" if case.get("latent") else ""
     sizes = f"B={case['B']}, S={case['S']}, kvp={case['kvp']}, tpa={case['tpa']}"
     measured = statistics.median(map(float, row["step_ns"])) / 1e3
-    if not measured > 0:
-        raise ValueError(f"{sizes}: {measured:g} us must be above 0")
+    if not 0 < measured < math.inf:
+        raise ValueError(f"{sizes}: {measured:g} us must be above 0 and finite")
     return Prediction(f"{row['name']}, {what}, {sizes}", measured, 1e6 * seconds)
 
 
@@ -86,6 +87,9 @@ def _is_known(case: dict[str, Any]) -> bool:
 
 def _layout(case: dict[str, Any]) -> Configurations:
     """The layout of a case's devices; on one axis where they do not split rows."""
+    for name in ("B", "S", "kvp", "tpa"):
+        if type(case[name]) is not int or not 1 <= case[name] <= INTEGER_LIMIT:
+            raise ValueError(f"{name}={case[name]!s:.20} must be a whole number, at least 1")
     kvp, tpa, strategy = case["kvp"], case["tpa"], case["strategy"]
     if strategy == "tp" or (strategy == "helix" and kvp == 1):
         kvp, tpa, strategy = 1, kvp * tpa, "tp"
