@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import table
+from bench.earlier import as_today
 from bench.suite import Suite
 
 # Escapes of control characters that could move the cursor of a terminal or erase its lines.
@@ -28,6 +29,7 @@ def show(path: Path, suites: Mapping[str, Suite]) -> None:
     result = read(path)
     name = result["suite"]
     try:
+        result = as_today(result)
         suites[name].show(result) if name in suites else table.show(result)
     except Exception as error:  # whatever a file of another origin makes a table stumble over
         reason = f"{type(error).__name__}: {error}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import show
+from bench.earlier import as_today
 from bench.report import real_cells
 
 # Suites whose results of one folder are one result.
@@ -48,7 +49,7 @@ def read(results: Path) -> list[Run]:
         by_suite: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for path in sorted(folder.glob("*.json"), key=lambda path: ("." in path.stem, path)):
             suite, _, name = path.stem.partition(".")
-            by_suite.setdefault(suite, []).append((name, show.read(path)))
+            by_suite.setdefault(suite, []).append((name, as_today(show.read(path))))
         for suite, named in by_suite.items():
             if suite in JOINED:
                 named = [("", JOINED[suite]([result for _, result in named]))]
