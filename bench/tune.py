@@ -110,7 +110,8 @@ def refined(
     """The rules of ``before``, each fitted to the points that it applies to.
 
     A rule that applies to no point stays as it is, and so does one that costs no more than what is
-    fitted. A rule that the next one repeats is dropped.
+    fitted. It also stays for larger values of a size of which the points have a single value, since
+    they say nothing about others. A rule that the next one repeats is dropped.
     """
     rules, rest = list[Rule](), list(points)
     for rule in before:
@@ -118,7 +119,9 @@ def refined(
         rest = [point for point in rest if not _applies(rule, point)]
         fitted = fit(reached, operation) if reached else []
         if fitted and sum(_costs(reached, fitted)) < sum(_costs(reached, [Rule({}, rule.take)])):
-            rules += [Rule({**rule.up_to, **_lower(x.up_to, rule.up_to)}, x.take) for x in fitted]
+            single = _single_values(reached)
+            rules += [Rule(_lower(rule.up_to, _lower(single, x.up_to)), x.take) for x in fitted]
+            rules += [rule] if single.keys() - rule.up_to.keys() else []
         else:
             rules.append(rule)
     remaining = [rule for rule, next_ in itertools.pairwise(rules) if not _repeats(rule, next_)]
@@ -130,13 +133,26 @@ def refined(
     return rules
 
 
+def _single_values(points: Sequence[Point]) -> dict[str, int]:
+    """The sizes of which several points have one value, and that value."""
+    values = {name: {point.sizes[name] for point in points} for name in _shared_sizes(points)}
+    return {name: min(x) for name, x in values.items() if len(x) == 1 and len(points) > 1}
+
+
+def _shared_sizes(points: Sequence[Point]) -> list[str]:
+    """The sizes that all points have; results of other versions may lack some."""
+    return [name for name in points[0].sizes if all(name in point.sizes for point in points)]
+
+
 def _applies(rule: Rule, point: Point) -> bool:
-    return all(point.sizes[name] <= bound for name, bound in rule.up_to.items())
+    return all(point.sizes.get(name, bound) <= bound for name, bound in rule.up_to.items())
 
 
 def _lower(bounds: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
-    """``bounds``, where ``others`` has a lower one that."""
-    return {name: min(bound, others.get(name, bound)) for name, bound in bounds.items()}
+    """The bounds of both, the lower one of a size that both have."""
+    return {
+        name: min(x[name] for x in (bounds, others) if name in x) for name in {**bounds, **others}
+    }
 
 
 def _repeats(rule: Rule, following: Rule) -> bool:
@@ -180,7 +196,7 @@ def _fit(
     cheapest = _cost(points, order) + price, [Rule({}, order)]
     if depth == 0:
         return cheapest
-    for size in points[0].sizes:
+    for size in _shared_sizes(points):
         values = sorted({point.sizes[size] for point in points})
         for low, high in itertools.pairwise(values):
             bound = int((low * high) ** 0.5)  # halfway, as sizes double
