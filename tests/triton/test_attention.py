@@ -216,7 +216,14 @@ def test_the_cut_follows_neither_from_the_batch_nor_from_the_capacity(operation)
     """A row's arithmetic must not depend on its neighbours, nor on room that it does not use."""
     for table in tuned.tables().values():
         for rule in table.blocks.get(operation, {}).get("triton", []):
-            assert set(rule.up_to) <= {"tokens", "rows", "selected", "channels", "lists", "held"}
+            assert set(rule.up_to) <= {
+                "tokens",
+                "rows",
+                "selected",
+                "channels",
+                "lists",
+                "key_positions",
+            }
 
 
 @pytest.mark.parametrize(
@@ -285,7 +292,13 @@ def test_a_whole_value_of_a_large_key_is_a_tile():
     for name in ("h100", "h200"):
         for operation in ("attention", "gathered_attention"):
             for stored in (0, 1):
-                sizes = {"tokens": 1, "rows": 128, "channels": 576, "lists": 1, "held": stored}
+                sizes = {
+                    "tokens": 1,
+                    "rows": 128,
+                    "channels": 576,
+                    "lists": 1,
+                    "key_positions": stored,
+                }
                 block = tuned.tables()[name].block(operation, "triton", sizes)
                 assert block["warps"] == 8
                 assert module.keys_of_tile(shape, k, None, block["bytes"]) == 64
