@@ -37,6 +37,12 @@ _REFERENCES = frozenset(
 _OF_TEXT = frozenset(("format", "replace", "urlize"))  # filters of a text, which others become
 # Filters that make a list of a text's characters.
 _OF_ITEMS = frozenset("batch groupby list slice sort unique".split())
+# Filters that go through a text character by character, and how many of them they may: a second's.
+_WALKS = frozenset(
+    "batch groupby join list map max min reject rejectattr select selectattr slice sort sum "
+    "unique".split()
+)
+WALK_LIMIT = 1 << 20
 # Filters that write no text and make nothing longer: a list is not walked each time it is counted.
 _WITHOUT_TEXT = frozenset(
     "attr count d default dictsort first float groupby int items last length list map max min "
@@ -225,6 +231,8 @@ def _bounded(name: str, used: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(used)
     def checked(*args: Any, **kwargs: Any) -> Any:
         before, (value, *after) = args[:begin], args[begin:]
+        if name in _WALKS and isinstance(value, str) and len(value) > WALK_LIMIT:
+            _raise(f"{name} takes apart a text of over {WALK_LIMIT} characters")
         if name in _OF_TEXT:
             value = str(_bounded_text(value))
         elif name in _OF_ITEMS and isinstance(value, str):

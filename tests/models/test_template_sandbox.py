@@ -59,6 +59,7 @@ LONG = "{% for i in range(99999) %}" + "a" * 1000 + "{% endfor %}"
         LONG,
         "{% macro m() %}" + LONG + "{% endmacro %}{{ m() }}",
         "{% set x %}" + LONG + "{% endset %}",
+        "{{ ('x' * 8000000)|rejectattr('a')|list|length }}",
         "{{ cycler() }}",
         "{{ lipsum(10**6) }}",
         "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns|tojson }}",
