@@ -164,7 +164,7 @@ def _started(
     tokens, lengths = padded(ids, capacity)
     specs = models.target.config.layers
     cache = create_cache(config.cache_policy, specs, layouts, batch, dtype, sharding)
-    cache = cache.with_lengths(jnp.asarray(lengths - 1))
+    cache = cache.with_lengths(lengths - 1)  # on the host until all is placed
     drafter_state = init_drafter_state(models, config=config, batch=batch, capacity=capacity)
     empty = place({"cache": cache, "draft": drafter_state}, sharding)
     cache, drafter_state = empty["cache"], empty["draft"]
@@ -172,7 +172,7 @@ def _started(
     # A power of two up to the chunk, so that short prompts pay little and share programs.
     chunk = min(chunk, power_of_two(total))
     call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
-    prompts = jnp.asarray(tokens)
+    prompts = jax.device_put(tokens)  # jnp.asarray compiles a program for each shape
     for begin in range(0, total, chunk):
         args = (models, cache, drafter_state, prompts, np.int32(begin))
         cache, drafter_state = call(*args, config=config, size=chunk)
