@@ -121,7 +121,7 @@ def refined(
         if fitted and sum(_costs(reached, fitted)) < sum(_costs(reached, [Rule({}, rule.take)])):
             single = _single_values(reached)
             rules += [Rule(_lower(rule.up_to, _lower(single, x.up_to)), x.take) for x in fitted]
-            rules += [rule] if single.keys() - rule.up_to.keys() else []
+            rules += [rule] if _lower(rule.up_to, single) != dict(rule.up_to) else []
         else:
             rules.append(rule)
     remaining = [rule for rule, next_ in itertools.pairwise(rules) if not _repeats(rule, next_)]

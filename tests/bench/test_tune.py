@@ -96,6 +96,12 @@ def test_a_rule_stays_for_what_was_not_measured():
     ]
 
 
+def test_a_rule_stays_for_values_below_its_bound_that_were_not_measured():
+    before = [Rule({"gamma": 4}, ["two", "xla"]), Rule({}, ["xla"])]
+    points = [point(batch, 2, two=2.0, one=1.0) for batch in (1, 8)]
+    assert refined(TOY, points, before) == [Rule({"gamma": 2}, ["one", "two", "xla"]), *before]
+
+
 def test_a_rule_that_the_next_one_repeats_is_dropped():
     before = [Rule({"batch": 8}, ["one", "xla"]), Rule({"batch": 64}, ["xla"]), Rule({}, ["xla"])]
     points = [point(batch, 2, xla=2.0, one=1.0) for batch in (1, 16, 32)]
