@@ -261,7 +261,7 @@ class Cache:
         after = (*self.device_rows[:layer], device_rows, *self.device_rows[layer + 1 :])
         return dataclasses.replace(self, device_rows=after)
 
-    def with_lengths(self, lengths: Array) -> Cache:
+    def with_lengths(self, lengths: Array | np.ndarray) -> Cache:
         """The same slots with other ``lengths [B]``: shorter ones roll back, longer ones commit."""
         return dataclasses.replace(self, lengths=lengths)
 
