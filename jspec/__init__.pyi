@@ -96,6 +96,8 @@ from .decode.step import (
 )
 from .dispatch import BackendError as BackendError
 from .dispatch import Backends as Backends
+from .dispatch import Choice as Choice
+from .dispatch import record_choices as record_choices
 from .llm import LLM as LLM
 from .llm import Completion as Completion
 from .models.bundled import load_bundled as load_bundled

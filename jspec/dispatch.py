@@ -24,14 +24,40 @@ class Backends(Mapping[str, str]):
     """Which backend runs which operation, as in ``Backends(verify_greedy="cuda")``.
 
     A frozen, hashable map from the name of an operation to that of a backend; other operations take
-    their best one. Names are checked where the map is used: see `check`.
+    their best one, or `prefer` one. Names are checked where the map is used: see `check`.
+
+    Attributes:
+        preferred: the backend that operations that the map does not name take where they can.
     """
 
     _named: tuple[tuple[str, str], ...]
+    preferred: str | None
 
     def __init__(self, named: Mapping[str, str] | None = None, /, **more: str):
         pairs = {**(named or {}), **more}
         object.__setattr__(self, "_named", tuple(sorted(pairs.items())))
+        preferred = named.preferred if isinstance(named, Backends) else None
+        object.__setattr__(self, "preferred", preferred)
+
+    @classmethod
+    def prefer(cls, backend: str, named: Mapping[str, str] | None = None, /) -> Backends:
+        """Backends by which every operation takes ``backend`` where it can.
+
+        An operation that has no such backend and can run as several operations does, so that these
+        take it. Where it refuses the arguments, the operation takes its best backend instead:
+        `record_choices` tells which, and why.
+
+        Args:
+            backend: the name of the backend, as ``"pallas"``.
+            named: backends of some operations by name, which are not replaced.
+        """
+        backends = cls(named)
+        object.__setattr__(backends, "preferred", backend)
+        return backends
+
+    def __or__(self, named: Mapping[str, str]) -> Backends:
+        """The same, with other backends for the operations that ``named`` names."""
+        return Backends(self, **named)
 
     def __getitem__(self, operation: str) -> str:
         return dict(self._named)[operation]
@@ -48,6 +74,12 @@ class Backends(Mapping[str, str]):
         ``operations``: those that decoding calls.
         """
         known = {operation.name: operation for operation in operations}
+        backends = {name: None for operation in known.values() for name in operation.backends}
+        if self.preferred is not None and self.preferred not in backends:
+            raise BackendError(
+                f"no operation has a backend {self.preferred!r} to prefer; they have "
+                f"{', '.join(backends)}"
+            )
         for name, backend in self._named:
             if name not in known:
                 raise BackendError(
@@ -56,8 +88,26 @@ class Backends(Mapping[str, str]):
             known[name].check(backend)
 
 
-_NAMED: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar(
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which backend an operation took where another one is preferred.
+
+    Attributes:
+        operation: the name of the operation.
+        backend: the name of the backend that it took.
+        reason: why that is not the preferred one; None where it is.
+    """
+
+    operation: str
+    backend: str
+    reason: str | None
+
+
+_NAMED: contextvars.ContextVar[Backends] = contextvars.ContextVar(
     "named_backends", default=Backends()
+)
+_CHOICES: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
+    "choices", default=None
 )
 
 
@@ -68,11 +118,26 @@ def use_backends(backends: Mapping[str, str]) -> Iterator[None]:
     It replaces an enclosing one. It is read while JAX traces: whatever is jitted must be traced
     again for other ``backends``, as it is where they are a static argument.
     """
-    token = _NAMED.set(backends)
+    token = _NAMED.set(Backends(backends))
     try:
         yield
     finally:
         _NAMED.reset(token)
+
+
+@contextlib.contextmanager
+def record_choices() -> Iterator[list[Choice]]:
+    """A context that lists, each once, the choices of operations by `Backends.prefer`.
+
+    It lists those that are made while JAX traces or lowers: a program that JAX has already traced
+    makes none.
+    """
+    choices: list[Choice] = []
+    token = _CHOICES.set(choices)
+    try:
+        yield choices
+    finally:
+        _CHOICES.reset(token)
 
 
 def named_backend(operation: str) -> str | None:
@@ -89,11 +154,13 @@ class Backend:
         run: the implementation.
         supports: called with the operation's arguments; returns the reason why this backend cannot
             run with them, or None.
+        composite: whether it runs other operations, each by a backend of its own.
     """
 
     name: str
     run: Callable[..., Any]
     supports: Callable[..., str | None]
+    composite: bool = False
 
 
 def always(*args: Any, **kwargs: Any) -> None:
@@ -158,6 +225,12 @@ class Operation:
         pairs = self.backends.items()
         return tuple(n for n, b in pairs if isinstance(b, Backend) and b.supports is always)
 
+    @property
+    def composite(self) -> tuple[str, ...]:
+        """The names of the backends that run other operations."""
+        pairs = self.backends.items()
+        return tuple(n for n, b in pairs if isinstance(b, Backend) and b.composite)
+
     def check(self, implementation: str | None) -> None:
         """Raise `BackendError` where ``implementation`` is no backend of this operation."""
         if implementation is not None and implementation not in self.backends:
@@ -180,14 +253,38 @@ class Operation:
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Backend:
         """The backend ``implementation``, or the best one that can run with these arguments.
 
-        Where ``implementation`` is None, a backend that the enclosing `use_backends` names comes
-        first. Raises `BackendError` with the reason of each backend that was tried.
+        Where ``implementation`` is None, a backend that the enclosing `use_backends` names is it,
+        and one that it prefers comes first. Raises `BackendError` with the reason of each backend
+        that was tried.
         """
         implementation = implementation or named_backend(self.name)
         self.check(implementation)
+        preferred = _NAMED.get().preferred
+        if implementation is None and preferred is not None:
+            return self._prefer(preferred, *args, **kwargs)
         asked = self.order(*args, **kwargs) if implementation is None else [implementation]
+        return self._first(asked, *args, **kwargs)
+
+    def _prefer(self, preferred: str, *args: Any, **kwargs: Any) -> Backend:
+        """The backend ``preferred``, or else a composite or the best one; records the choice."""
+        first = [preferred] if preferred in self.backends else list(self.composite)
+        reason = None if preferred in self.backends else f"it has no backend {preferred}"
+        if reason is None:
+            reason = self.backend(preferred).supports(*args, **kwargs)
+        rest = self.order(*args, **kwargs)
+        backend = self._first(
+            [*first, *(name for name in rest if name not in first)], *args, **kwargs
+        )
+        choices = _CHOICES.get()
+        choice = Choice(self.name, backend.name, reason)
+        if choices is not None and choice not in choices:
+            choices.append(choice)
+        return backend
+
+    def _first(self, names: Sequence[str], *args: Any, **kwargs: Any) -> Backend:
+        """The first of these backends that can run with these arguments."""
         reasons = []
-        for name in asked:
+        for name in names:
             backend = self.backend(name)
             reason = backend.supports(*args, **kwargs)
             if reason is None:

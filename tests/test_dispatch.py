@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.dispatch import Backend, BackendError, Backends, Case, Operation, always
+from jspec.dispatch import (
+    Backend,
+    BackendError,
+    Backends,
+    Case,
+    Choice,
+    Operation,
+    always,
+    record_choices,
+    use_backends,
+)
 from jspec.ops import operations
 from jspec.tuned import Rule, Serving, Table
 
@@ -133,6 +143,53 @@ def test_backends_are_checked_against_the_operations_that_there_are():
         Backends(verify="cuda").check(operations())
     with pytest.raises(BackendError, match="pack has no implementation 'cuba'; choose one of xla,"):
         Backends(pack="cuba").check(operations())
+
+
+def test_a_preferred_backend_runs_where_it_can():
+    toy = operation(backend("a"), backend("b"), backend("c", "too old"), order="a")
+    for preferred, runs, reason in (
+        ("b", "b", None),
+        ("c", "a", "too old"),
+        ("d", "a", "it has no backend d"),
+    ):
+        with use_backends(Backends.prefer(preferred)), record_choices() as choices:
+            assert [toy(7)[0], toy(8)[0]] == [runs, runs]
+        assert choices == [Choice("toy", runs, reason)]
+    with record_choices() as choices:
+        toy(7)
+    assert choices == []
+
+
+def test_named_backends_go_before_a_preferred_one():
+    toy = operation(backend("a"), backend("b"), backend("c", "too old"))
+    backends = Backends.prefer("b", {"toy": "a"})
+    with use_backends(backends):
+        assert toy(7)[0] == "a"
+        assert toy(7, implementation="b")[0] == "b"
+    named = use_backends(Backends.prefer("b") | {"toy": "c"})
+    with named, pytest.raises(BackendError, match="c: too old"):
+        toy(7)
+    with use_backends(Backends.prefer("b") | {}):
+        assert toy(7)[0] == "b"
+
+
+def test_an_operation_without_the_preferred_backend_runs_as_several():
+    parts = Backend("parts", lambda x: "parts", always, composite=True)
+    with_b = Operation("toy", {"a": backend("a"), "b": backend("b"), "parts": parts}, dict, list)
+    without = Operation("toy", {"a": backend("a"), "parts": parts}, dict, list, ("a",))
+    with use_backends(Backends.prefer("b")):
+        assert (with_b(7)[0], without(7)) == ("b", "parts")
+
+
+def test_backends_differ_by_what_they_prefer():
+    one = Backends.prefer("triton", {"pack": "cuda"})
+    assert one == Backends(one) == Backends.prefer("triton") | {"pack": "cuda"}
+    assert hash(one) == hash(Backends(one))
+    assert one != Backends(pack="cuda")
+    assert (dict(one), one.preferred) == ({"pack": "cuda"}, "triton")
+    one.check(operations())
+    with pytest.raises(BackendError, match="no operation has a backend 'cuba' to prefer; they"):
+        Backends.prefer("cuba").check(operations())
 
 
 def test_the_operations_have_different_names():

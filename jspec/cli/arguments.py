@@ -181,8 +181,9 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         "--backend",
         action="append",
         default=[],
-        metavar="OPERATION=NAME",
-        help="as in verify_greedy=cuda; default the fastest here (jspec doctor lists them)",
+        metavar="[OPERATION=]NAME",
+        help="as in verify_greedy=cuda, or triton for every operation that can; default the "
+        "fastest here (jspec doctor lists them)",
     )
     add(
         "--helix",

@@ -18,13 +18,13 @@ from jspec.cli.output import error_of, result_of, whole_file, write_lines
 from jspec.cli.requests import CliRequest, Refused, read_requests
 from jspec.cli.serving import NO_TEMPLATE, Job, Outcome, Ready, Served, Show, serve
 from jspec.cli.settings import read_settings
-from jspec.cli.show import environment, print_json, print_table
+from jspec.cli.show import environment, print_choices, print_json, print_table
 from jspec.decode.checks import check_request, one_each
 from jspec.decode.draft import Drafter, NoDraft, named_draft
 from jspec.decode.options import Gamma
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
-from jspec.dispatch import Backends
+from jspec.dispatch import Backends, record_choices
 from jspec.eval.sample import prepared
 from jspec.helix.mesh import HelixConfig
 from jspec.helix.sharded import decoder_sharding, shard
@@ -115,7 +115,8 @@ def _run(
     prints = not arguments.json and file is None
     single = arguments.requests is None
     show = Show(streams=prints and single, prints=prints and not single)
-    outcome = serve(job, ready, show)
+    with record_choices() as choices:
+        outcome = serve(job, ready, show)
     interrupted, compare = outcome.interrupted, None
     if interrupted and not outcome.served:
         raise KeyboardInterrupt
@@ -131,11 +132,15 @@ def _run(
         write_lines(file, results + errors)
     if arguments.json:
         rest = {"stats": outcome.stats.as_dict(), "compare": compare, "environment": environment()}
+        if choices:
+            rest["backends"] = [dataclasses.asdict(choice) for choice in choices]
         output = results[0] if single else {"results": results, "errors": errors}
         print_json(output | rest)
     else:
         answer = demo.verdict(outcome.served[0].row.text) if arguments.demo else None
         print_table(outcome.stats, _seeds(outcome.served), compare, answer)
+        if choices:
+            print_choices(choices)
     for line in refused:
         print(f"jspec: error: line {line.line}: {line.error}", file=sys.stderr)
     if interrupted:
@@ -170,14 +175,12 @@ def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, G
 
 
 def backends_of(arguments: argparse.Namespace) -> Backends:
-    """The backends of ``--backend OPERATION=NAME``, checked before a model is loaded."""
-    named = {}
-    for text in arguments.backend:
-        operation, equals, name = text.partition("=")
-        if not equals:
-            raise ValueError(f"--backend {text!r} must be OPERATION=NAME, as in attention=xla")
-        named[operation] = name
-    backends = Backends(named)
+    """The backends of ``--backend``, checked before a model is loaded."""
+    named = dict(text.split("=", 1) for text in arguments.backend if "=" in text)
+    preferred = [text for text in arguments.backend if "=" not in text]
+    if len(preferred) > 1:
+        raise ValueError(f"--backend {' and '.join(preferred)}: only one backend can be preferred")
+    backends = Backends.prefer(preferred[0], named) if preferred else Backends(named)
     backends.check(step_operations())
     return backends
 

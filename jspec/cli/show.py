@@ -20,6 +20,7 @@ from rich.text import Text
 from jspec import __version__
 from jspec.cli.errors import one_line
 from jspec.decode.stats import Stats
+from jspec.dispatch import Choice
 
 _DESCRIPTION = TextColumn("{task.description}", markup=False)
 
@@ -112,6 +113,14 @@ class Progress:
         self._bars.update(task, advance=tokens, visible=True)
         bar = next(x for x in self._bars.tasks if x.id == task)
         self._bars.update(task, of=f"{bar.completed:.0f}/{bar.total:.0f}")
+
+
+def print_choices(choices: Sequence[Choice]) -> None:
+    """Which backend each operation took where one is preferred, and why another one."""
+    table = Table("operation", "backend", "why not the preferred one", box=None)
+    for choice in sorted(choices, key=lambda choice: choice.operation):
+        table.add_row(choice.operation, choice.backend, choice.reason or "")
+    console().print(table)
 
 
 def print_table(

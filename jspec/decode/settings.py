@@ -125,7 +125,7 @@ class StepConfig:
     @property
     def of_verification(self) -> Backends:
         """The backends of the target's own passes: prefill, verification and plain steps."""
-        return Backends({**self.backends, **(EXACT_BACKENDS if self.exact else {})})
+        return Backends(self.backends) | (EXACT_BACKENDS if self.exact else {})
 
     def of_target(self) -> AbstractContextManager[None]:
         """As `of_models`, for the target's own passes."""

@@ -200,7 +200,7 @@ VERIFY_AND_COMMIT = Operation(
     "verify_and_commit",
     {
         "xla": Backend("xla", _xla, always),
-        "two_steps": Backend("two_steps", _two_steps, always),
+        "two_steps": Backend("two_steps", _two_steps, always, composite=True),
         "triton": "jspec.triton.commit:VERIFY_AND_COMMIT",
     },
     commit_sizes,

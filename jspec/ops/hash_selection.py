@@ -134,7 +134,7 @@ HASH_SELECT = Operation(
     "hash_select",
     {
         "xla": Backend("xla", _xla, always),
-        "two_steps": Backend("two_steps", _two_steps, always),
+        "two_steps": Backend("two_steps", _two_steps, always, composite=True),
         "cuda": "jspec.cuda_ffi.hashed:HASH_SELECT",
     },
     hash_select_sizes,

@@ -179,7 +179,7 @@ LINEAR_CHAIN = Operation(
     "linear_chain",
     {
         "xla": Backend("xla", chain_xla, always),
-        "one_by_one": Backend("one_by_one", one_by_one, always),
+        "one_by_one": Backend("one_by_one", one_by_one, always, composite=True),
         "cuda": "jspec.cuda_ffi.linear:LINEAR_CHAIN",
     },
     chain_sizes,

@@ -61,6 +61,11 @@ def test_a_backend_is_named_by_operation(run, source):
     code, out, _ = run(*arguments, "--backend", "attention=xla", "--backend", "verify_greedy=xla")
     assert code == 0
     assert len(json.loads(out)["tokens"]) == 12
+    preferred = json.loads(run(*arguments, "--backend", "xla")[1])
+    assert preferred["tokens"] == json.loads(out)["tokens"]
+    chosen = {choice["operation"]: choice["backend"] for choice in preferred["backends"]}
+    assert set(chosen.values()) == {"xla"}
+    assert {"attention", "verify_and_commit"} <= set(chosen)
 
 
 def test_stop_text_ends_before_it(run, source):

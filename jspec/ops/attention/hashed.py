@@ -249,7 +249,7 @@ HASH_ATTENTION = Operation(
     "hash_attention",
     {
         "xla": Backend("xla", _xla, always),
-        "one_by_one": Backend("one_by_one", _one_by_one, always),
+        "one_by_one": Backend("one_by_one", _one_by_one, always, composite=True),
         "cuda": "jspec.cuda_ffi.hashed:HASH_ATTENTION",
     },
     hash_attention_sizes,
