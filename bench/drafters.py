@@ -43,12 +43,20 @@ def drafts(ratio: float = RATIO) -> dict[str, str]:
 ALL = drafts()
 FEW = (PLAIN, "ngram", "suffix", "vegas")  # everywhere; the others at headline cells alone
 
+DEFAULT_BACKENDS = "default"  # the measured orders of `jspec.tuned`
+BACKENDS = (DEFAULT_BACKENDS, "pallas", "cuda", "triton", "xla")
+
 # By the words of ``sampling=``; "paper": as Yue et al. 2026 sample.
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "t0.8": {"temperature": 0.8},
     "paper": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
 }
+
+
+def preferring(name: str) -> jspec.Backends:
+    """The backends of a step by one of `BACKENDS`."""
+    return jspec.Backends() if name == DEFAULT_BACKENDS else jspec.Backends.prefer(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +67,10 @@ class Drafting:
     config: jspec.StepConfig
 
     @classmethod
-    def of(cls, name: str, gamma: int, exact: bool) -> Drafting:
-        draft = jspec.named_draft(ALL[name])
-        return cls(name, jspec.StepConfig(0 if name == PLAIN else gamma, draft, exact=exact))
+    def of(cls, name: str, gamma: int, exact: bool, backends: str = DEFAULT_BACKENDS) -> Drafting:
+        """The drafter of a name in `ALL`; its steps prefer ``backends``, one of `BACKENDS`."""
+        draft, gamma = jspec.named_draft(ALL[name]), 0 if name == PLAIN else gamma
+        return cls(name, jspec.StepConfig(gamma, draft, preferring(backends), exact=exact))
 
 
 def params_of(sampling: str, new: int, rows: int) -> list[jspec.SamplingParams]:

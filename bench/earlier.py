@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.drafters import DEFAULT_BACKENDS
+
 Row = dict[str, Any]
 MEMORY = ("weight_bytes", "cache_bytes", "temp_bytes", "peak_bytes")
 FIRST_AND_BONUS = "Vegas (first + bonus token, logits)"
@@ -19,6 +21,9 @@ SERVED = (
     *("first_token_s", "mean_accepted_length", "prefill_s", "decode_s", "compilations"),
 )
 CHECK = ("rows", "identical_rows", "flip_margins")
+
+# Options of cases that name backends, by operation: earlier rows are of the measured orders.
+BY_BACKEND = {"real": "backends", "step": "backends", "attend": "kernel"}
 
 
 def as_today(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,6 +44,8 @@ def _as_today(suite: str, row: Row) -> Row:
         return _decode_step(row, reads=suite == "hata-e2e")
     if operation == "iteration":
         return _iteration(row)
+    if (option := BY_BACKEND.get(str(operation))) and option not in case:
+        return row | {"case": case | {option: DEFAULT_BACKENDS}}
     if operation == "bundled":
         return _renamed(row, tokens_per_iteration="tokens")
     if suite == "hata-off" and "context" in case:

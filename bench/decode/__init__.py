@@ -25,7 +25,7 @@ from bench.decode.check import first_selecting
 from bench.decode.iterations import Iteration
 from bench.decode.shapes import drawn
 from bench.decode.states import NoisyPadding
-from bench.drafters import ALL
+from bench.drafters import ALL, BACKENDS, SAMPLING, preferring
 from bench.point import Row, row, spread
 from bench.policies import NAMES, arrays_of, policies
 from bench.settings import Settings
@@ -46,7 +46,7 @@ PLAIN, ALONE = "plain", "verification"
 DRAFTS = tuple(name for name, text in ALL.items() if ">" not in text and text not in ALL)
 USUAL = ("vegas", "vegas-first", "streaming", "quest", "specextend", "vegas-int8", "vegas-mxfp4")
 READS = ("dense", "hata", "quest_32", "loki", "magicpig", "exact_topk", "streaming")
-CHOICES = {"model": tuple(MODELS), "exact": ("no", "yes")}
+CHOICES = {"model": tuple(MODELS), "exact": ("no", "yes"), "sampling": tuple(SAMPLING)}
 SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K")
 SHAPES = tuple(name for name in MODELS if name not in ("tiny", "llama-2-7b"))
 
@@ -100,7 +100,7 @@ def benchmark_of(
 def with_rate(row: Row, config: StepConfig) -> Row:
     """A row with tokens a second; drafts are accepted at the rate that the paper states."""
     time = spread(row, "step")
-    if time is None or row["name"] == ALONE or time.median <= 0:
+    if time is None or ALONE in (row["name"], row["case"].get("draft")) or time.median <= 0:
         return row
     about = {}
     tokens = 1.0
@@ -122,6 +122,13 @@ def draft_config(case: Case, name: str) -> StepConfig:
     if name in (PLAIN, ALONE):
         return StepConfig(0 if name == PLAIN else gamma, NoisyPadding(), exact=exact)
     return StepConfig(gamma, named_draft(ALL[name]), exact=exact)
+
+
+def backend_config(case: Case, name: str) -> StepConfig:
+    """The step of a case whose operations prefer a backend."""
+    draft = case["draft"]
+    config = read_config(case, draft) if draft in NAMES else draft_config(case, draft)
+    return dataclasses.replace(config, backends=preferring(name))
 
 
 def read_config(case: Case, name: str) -> StepConfig:
@@ -173,11 +180,31 @@ READ = benchmark_of(
     quick=["B=1,S=32K"],
     cpu=["model=tiny,B=1,S=300"],
 )
+BACKEND = benchmark_of(
+    *("backend", backend_config, BACKENDS, BACKENDS),
+    default={
+        "model": "qwen3-8b",
+        "layers": 0,
+        "B": 4,
+        "S": 8192,
+        "gamma": 9,
+        "exact": "no",
+        "draft": ALONE,
+        "sampling": "greedy",
+    },
+    choices=CHOICES | {"draft": (PLAIN, ALONE, *DRAFTS, "hata")},
+    gpu=[
+        *("B=1,S=8K,draft=plain", "B=1,S=8K", "S=120K,draft=plain", "S=120K", "S=120K,draft=vegas"),
+        *("S=120K,draft=hata", "S=120K,sampling=t0.8", "S=120K,sampling=t0.8,draft=vegas"),
+    ],
+    quick=["S=120K"],
+    cpu=["model=tiny,B=2,S=300,gamma=2", "model=tiny,B=2,S=300,gamma=2,sampling=t0.8"],
+)
 SUITE = dataclasses.replace(
     suite_of(
         "decode",
-        "steps, iterations by drafter and sparse reading at real models' shapes, over their floors",
-        *(PASS, DRAFT, READ),
+        "steps by drafter, by policy and by backend at real models' shapes, over their floors",
+        *(PASS, DRAFT, READ, BACKEND),
     ),
     custom_clocks=True,
 )

@@ -18,10 +18,12 @@ from bench.decode import floors, kernels
 from bench.decode.check import Check
 from bench.decode.running import CHUNKS, Loop, compiled, memory_of, rewound, too_large
 from bench.decode.states import Blueprint
+from bench.drafters import SAMPLING
 from bench.program import failure
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import decode_chunk
+from jspec.dispatch import record_choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Iteration:
             *(target, self.case["B"], self.case["S"], self.config.gamma, room),
             policy=self.config.cache_policy,
             exact=self.config.exact,
+            sampling=SAMPLING[self.case.get("sampling", "greedy")],
         )
 
         def drafter_state(models: Models) -> Any:
@@ -73,7 +76,10 @@ class Iteration:
         def lower() -> jax.stages.Lowered:
             return decode_chunk.lower(self.models, shapes, config=self.config, steps=self.steps)
 
-        programs = compiled({"chunk": lower, **check.lowerings(shapes)})
+        with record_choices() as choices:
+            chunk = lower()
+        lowerings = {"chunk": lambda: chunk, **check.lowerings(shapes)}
+        programs = compiled(lowerings)
         program, memory = programs["chunk"], memory_of(programs["chunk"])
         copies = {id(x): x.nbytes for x in jax.tree.leaves(self.models)}
         in_host = sum(
@@ -101,6 +107,7 @@ class Iteration:
         median = statistics.median(samples)
         about = {"over_floor": median / sum(self.floors_ns.values())} if median > 0 else {}
         about |= self._kernels(loop, program, median)
+        about |= {"backends": list(map(dataclasses.asdict, choices))} if choices else {}
         about |= {"error": error, "step_ns": samples, "memory": memory}
         yield self._row(check.compared, **about)
 

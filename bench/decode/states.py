@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -71,13 +72,15 @@ class Blueprint:
         room: int,
         policy: Policy = DENSE,
         exact: bool = False,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
     ) -> Blueprint:
         """A blueprint for passes of up to ``gamma + 1`` tokens, with ``room`` slots for decoding.
 
-        ``policy``: whose columns and pages the cache has; ``exact``: as in `StepConfig`.
+        ``policy``: whose columns and pages the cache has; ``exact``: as in `StepConfig`;
+        ``sampling``: settings of `SamplingParams`.
         """
         capacity = rounded_capacity(context + room + gamma + 1)
-        params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=1, ignore_eos=True, **sampling)
         config = StepConfig(gamma, NoDraft())
         small = start_decoding(model, [[1]] * batch, params, config, capacity=2)
         small = dataclasses.replace(small, exact=exact)

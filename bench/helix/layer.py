@@ -13,12 +13,14 @@ from jax.sharding import PartitionSpec as P
 from bench import workload
 from bench.caches import DTYPE
 from bench.cases import Case, heads
+from bench.drafters import BACKENDS, DEFAULT_BACKENDS
 from bench.helix.mesh import Sharded
 from bench.point import Row
 from bench.settings import Settings
 from bench.suite import Benchmark
 from jspec.cache import Cache
 from jspec.config import LayerSpec
+from jspec.dispatch import use_backends
 from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of
 from jspec.helix.cache import column_spec
 from jspec.helix.mesh import TPA
@@ -28,8 +30,9 @@ from jspec.typing import Array
 
 DEFAULT: Case = {"B": 1, "S": 32768, "heads": "128/8", "H": 128, "T": 1, "kvp": 1, "tpa": 1}
 DEFAULT |= {"strategy": "helix", "overlap": 1, "latent": 0, "up": "auto"}
-DEFAULT |= {"exchange": "xla"}
+DEFAULT |= {"exchange": "xla", "kernel": DEFAULT_BACKENDS}
 CHOICES = {
+    "kernel": BACKENDS,
     "strategy": ("helix", "gather", "medha", "tp"),
     "up": ("auto", "before", "after"),
     "exchange": ("xla", "pallas", "cuda"),
@@ -75,6 +78,7 @@ def defaults() -> list[str]:
     kinds = {"128/8": (*kvp, *rivals), "32/1": (*kvp, tp)}
     chunks = [f"kvp=2,overlap={count}" for count in (2, 4, 8)]
     one_sided = [f"kvp=2,exchange={by}" for by in ("pallas", "cuda")]
+    kernels = [f"kvp=2,kernel={name}" for name in BACKENDS[1:]]
     texts = [
         f"S={slots},heads={kind},{how}"
         for slots in ("1024K", "256K")
@@ -83,7 +87,7 @@ def defaults() -> list[str]:
     ]
     for size in ("B=1,S=1024K", "B=8,S=256K"):
         texts += [f"{size},{LATENT},{how}" for how in projected]
-    texts += [f"B=8,S=128K,{how}" for how in (*kvp, *chunks, *one_sided)]
+    texts += [f"B=8,S=128K,{how}" for how in (*kvp, *chunks, *one_sided, *kernels)]
     texts += [f"S=32K,{how}" for how in kinds["128/8"]]
     return texts + [f"B=8,T=10,S=32K,heads=32/8,{how}" for how in kinds["128/8"]]
 
@@ -112,7 +116,9 @@ def _sharded(case: Case) -> Sharded:
 
 def attended(case: Case, q: Array, cache: Cache, up: Array | None = None) -> Array:
     """On a device: attention of the last T tokens to all keys, for its part of the heads."""
-    return read_whole(part_of(helix_of(case), cache), 0, q, positions_of(case), up=up)
+    kernel = case["kernel"]
+    with use_backends({} if kernel == DEFAULT_BACKENDS else {"attention": kernel}):
+        return read_whole(part_of(helix_of(case), cache), 0, q, positions_of(case), up=up)
 
 
 def positions_of(case: Case) -> Array:

@@ -15,6 +15,7 @@ from bench import clocks, point
 from bench.cases import Case
 from bench.program import failure
 from bench.settings import Settings
+from jspec.dispatch import BackendError
 from jspec.helix import HelixConfig
 
 LENGTHS = (16, 112)  # steps of the two loops of a program, of which a call runs one
@@ -66,6 +67,8 @@ class Sharded:
                 return row(checked=False, reason="its output is wrong")
             times = marginal(short, long, min(settings.repeats, REPEATS))
             return row(checked=True, bytes=self.moved(arguments), step_ns=times)
+        except BackendError as error:
+            return row(checked=None, reason=str(error))
         except Exception as error:
             return row(checked=False, reason=failure(self.name, error).reason)
 

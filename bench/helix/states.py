@@ -16,6 +16,7 @@ from bench.decode.catalogue import MODELS
 from bench.decode.check import NEW_KEY_SCALE
 from bench.decode.running import CHUNKS, rewound
 from bench.decode.shapes import first_layers, noise, random_model
+from bench.drafters import BACKENDS, DEFAULT_BACKENDS, preferring
 from jspec.cache import StripedLayout
 from jspec.config import ModelConfig, SamplingParams
 from jspec.decode.draft.named import named_draft
@@ -29,11 +30,13 @@ from jspec.typing import Array
 
 DEFAULT: Case = {"shape": "llama-3.1-8b", "B": 1, "S": 262144, "draft": "plain", "gamma": 5}
 DEFAULT |= {"kvp": 1, "tpa": 1, "overlap": 1, "strategy": "helix", "exchange": "xla"}
+DEFAULT |= {"backends": DEFAULT_BACKENDS}
 CHOICES = {
     "shape": ("llama-3.1-8b", "tiny"),
     "draft": ("plain", "verify", "vegas"),
     "strategy": ("helix", "gather", "medha", "tp"),
     "exchange": ("xla", "pallas", "cuda"),
+    "backends": BACKENDS,
 }
 LONGEST = 2**21  # positions of any shape: the trained context length does not change the time
 DRAFTS = {"plain": "none", "verify": "none", "vegas": "vegas:budget=0.07"}
@@ -70,7 +73,7 @@ def alone(case: Case) -> Case:
 def step_config(case: Case) -> StepConfig:
     """The step config of a case; ``verify``: no draft, but passes of gamma + 1 tokens."""
     gamma = 0 if case["draft"] == "plain" else case["gamma"]
-    return StepConfig(gamma, named_draft(DRAFTS[case["draft"]]))
+    return StepConfig(gamma, named_draft(DRAFTS[case["draft"]]), preferring(case["backends"]))
 
 
 def model_of(case: Case, layers: int | None = None) -> Any:

@@ -7,6 +7,7 @@ chunk of steps in a sequence of chunks, divided by its steps.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from bench import point
 from bench.cases import Case
 from bench.decode.check import LAYERS
 from bench.decode.running import Loop, device_bytes, memory_of, rewound, too_large
+from bench.drafters import BACKENDS
 from bench.helix import check, states
 from bench.helix.mesh import too_few_devices
 from bench.helix.states import filled, helix_of, model_of, shape_of, step_config
@@ -28,6 +30,7 @@ from bench.settings import Settings
 from bench.suite import Benchmark
 from jspec.decode.state import DecodeState
 from jspec.decode.step import decode_chunk
+from jspec.dispatch import record_choices
 from jspec.sharding import bytes_on_device
 
 
@@ -50,10 +53,13 @@ def _row(case: Case) -> point.Row:
         model, config = model_of(case), step_config(case)
         # Compiled while no cache takes the memory that compiling needs.
         shapes = states.shapes_of(filled(model, case, config))
-        program = decode_chunk.lower(model, shapes, config, states.STEPS).compile()
+        with record_choices() as choices:
+            program = decode_chunk.lower(model, shapes, config, states.STEPS).compile()
         state = filled(model, case, config)
         checked = f"{min(LAYERS, shape_of(case).num_layers)} layers"
-        return row(checked=checked, error=error, **measured(case, model, state, program))
+        about = {"backends": list(map(dataclasses.asdict, choices))} if choices else {}
+        about |= measured(case, model, state, program)
+        return row(checked=checked, error=error, **about)
     except Exception as error:
         return row(checked=False, reason=failure(name, error).reason)
 
@@ -93,6 +99,7 @@ def defaults() -> list[str]:
         texts += [f"{mesh},draft={draft}" for mesh in ("kvp=1", *meshes)]
         texts += [f"S=1024K,{mesh},draft={draft}" for mesh in meshes]
     texts += ["kvp=2,strategy=medha", "kvp=2,tpa=1,exchange=pallas"]
+    texts += [f"kvp=2,draft=verify,backends={name}" for name in BACKENDS[1:]]
     return texts + [f"B=4,{how}" for how in (*meshes, "kvp=2,overlap=2")]
 
 

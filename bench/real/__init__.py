@@ -21,7 +21,15 @@ import jspec
 from bench import cases, ceilings, show
 from bench.ceilings import Ceilings
 from bench.decode.shapes import weight_bytes
-from bench.drafters import ALL, PLAIN, SAMPLING, Drafting, drafter_names
+from bench.drafters import (
+    ALL,
+    BACKENDS,
+    DEFAULT_BACKENDS,
+    PLAIN,
+    SAMPLING,
+    Drafting,
+    drafter_names,
+)
 from bench.machine import describe
 from bench.program import failure
 from bench.real import rivals, tables, texts
@@ -32,7 +40,7 @@ from bench.suite import Suite
 from jspec.cli.compile_cache import keep_programs
 
 # S: tokens of the longest prompt; new: of an answer at most; drafts: `few` everywhere, `all` at
-# headline cells.
+# headline cells; backends: what the operations of a step prefer.
 DEFAULT: cases.Case = {
     "B": 16,
     "S": 4096,
@@ -41,11 +49,17 @@ DEFAULT: cases.Case = {
     "sampling": "greedy",
     "drafts": "few",
     "exact": "no",
+    "backends": DEFAULT_BACKENDS,
 }
-CHOICES = {"sampling": tuple(SAMPLING), "drafts": ("few", "all"), "exact": ("no", "yes")}
+CHOICES = {
+    "sampling": tuple(SAMPLING),
+    "drafts": ("few", "all"),
+    "exact": ("no", "yes"),
+    "backends": BACKENDS,
+}
 PROMPTS = 8  # of a cell at least: smaller batches are decoded one after the other
 SHORT = 16384  # positions; a model with fewer has the cells of a small one
-OF_A_CELL = ("B", "S", "gamma", "exact")
+OF_A_CELL = ("B", "S", "gamma", "exact", "backends")
 
 
 def case(text: str) -> cases.Case:
@@ -71,6 +85,7 @@ def grid(max_context: int) -> list[str]:
                 ]
             else:
                 result += [f"{cell},sampling={sampling}" for sampling in ("greedy", "t0.8")]
+    result += [f"B={headline[0]},S={headline[1]},backends={name}" for name in BACKENDS[1:]]
     return [*result, f"B={exact[0]},S={exact[1]},exact=yes"]
 
 
@@ -174,7 +189,8 @@ def _todo(
     for one_case in asked:
         at = where({"case": one_case | shared, **shared})[:-1]
         names = drafter_names(one_case["drafts"], settings.only)
-        if one_case["sampling"] == "greedy" and one_case["exact"] == "no":
+        usual = one_case["exact"] == "no" and one_case["backends"] == DEFAULT_BACKENDS
+        if one_case["sampling"] == "greedy" and usual:
             # XLA keeps the memory that it once took, so rivals have a run of their own.
             names += [x for x in rivals.NAMES if x in settings.only]
         left = [x for x in names if (at, x) not in done]
@@ -208,7 +224,7 @@ def _of_cell(
         yield row(first, PLAIN, checked=False, reason=failure(PLAIN, error).reason)
         return
     draftings = {
-        name: Drafting.of(name, first["gamma"], exact)
+        name: Drafting.of(name, first["gamma"], exact, first["backends"])
         for _, names in todo
         for name in names
         if name in ALL

@@ -209,6 +209,7 @@ class Cell:
             gamma=config.gamma,
             draft_model=models.draft,
             policy_params=models.policy,
+            backends=config.backends,
             exact=config.exact,
             prefilled=self.prefilled[index],
         )

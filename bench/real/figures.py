@@ -7,16 +7,22 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.drafters import PLAIN
+from bench.drafters import DEFAULT_BACKENDS, PLAIN
 from bench.real.answers import PerStep, per_step
 
 Row = dict[str, Any]
-WHERE = ("model", "B", "S", "gamma", "exact", "sampling", "new")  # what rows are compared within
+# What rows are compared within.
+WHERE = ("model", "B", "S", "gamma", "exact", "sampling", "new", "backends")
 
 
 def where(row: Row) -> tuple[Any, ...]:
     """The case of a row without its drafter, and the run that measured it."""
     return (*(row["case"][key] for key in WHERE), row["run"])
+
+
+def prefers_none(row: Row) -> bool:
+    """Whether its steps ran by the measured orders of backends."""
+    return row["case"]["backends"] == DEFAULT_BACKENDS
 
 
 def is_timed(row: Row) -> bool:

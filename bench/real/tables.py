@@ -20,6 +20,7 @@ from bench.real.figures import (
     is_timed,
     limits,
     over_plain,
+    prefers_none,
     steady_rate,
     step_ms,
     where,
@@ -50,7 +51,8 @@ def title(row: Row) -> str:
     rows = f"{case['B']} row" + ("s" if case["B"] > 1 else "")
     words = f"{case['model']}: {rows} of up to {kilo(case['S'])} tokens, {case['sampling']}, "
     words += f"{case['new']} new, gamma {case['gamma']}"
-    return words + (", exact" if case["exact"] == "yes" else "")
+    words += ", exact" if case["exact"] == "yes" else ""
+    return words + ("" if prefers_none(row) else f", backends {case['backends']}")
 
 
 def cells(row: Row, rows: Sequence[Row]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.drafters import ALL, FEW, PLAIN, SAMPLING
-from bench.real.figures import Row, is_timed, over_plain, steady_rate, where
+from bench.real.figures import Row, is_timed, over_plain, prefers_none, steady_rate, where
 from bench.real.rivals import NAMES as RIVALS
 
 VEGAS = "vegas"
@@ -128,7 +128,7 @@ def cells(result: dict[str, Any]) -> list[Cell]:
 
     def place(cell: Cell) -> tuple[Any, ...]:
         case = cell.case
-        at = (case["B"], case["S"], case["gamma"], case["new"], case["exact"])
+        at = (case["B"], case["S"], case["gamma"], case["new"], case["exact"], case["backends"])
         return -longest[cell.model], cell.model, *at, list(SAMPLING).index(case["sampling"])
 
     return sorted((Cell(rows[0]["case"], rows) for rows in by_case.values()), key=place)
@@ -157,12 +157,13 @@ class Pair:
 
 
 def pairs(result: dict[str, Any]) -> list[Pair]:
-    """The cells that are greedy or at T=0.8, without exact mode and of the shortest answers of
-    their model."""
+    """The cells that are greedy or at T=0.8, without exact mode, by the measured orders of
+    backends, and of the shortest answers of their model."""
     usual = [
         cell
         for cell in cells(result)
         if cell.plain and not cell.exact and cell.case["sampling"] in USUAL_SAMPLING
+        if prefers_none(cell.rows[0])
     ]
     shortest: dict[str, int] = {}
     for case in (cell.case for cell in usual):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from bench.cases import kilo
+from bench.drafters import DEFAULT_BACKENDS
 from bench.point import Row, spread
 from bench.quality import REFERENCE
 from bench.report.markdown import Line, ratio, us
@@ -126,7 +127,11 @@ def shared_attention(runs: Sequence[Run]) -> Iterator[Line]:
         return f"{case['heads']} heads" + (f", latent {case['latent']}" if case["latent"] else "")
 
     rows = _timed(runs, "attend")
-    shown = [(card, row, time) for card, row, time in rows if row["case"]["up"] != "after"]
+    shown = [
+        (card, row, time)
+        for card, row, time in rows
+        if row["case"]["up"] != "after" and row["case"]["kernel"] == DEFAULT_BACKENDS
+    ]
     return _by_mesh(shown, shape, lambda case: case["kvp"] == case["tpa"] == 1, us)
 
 
@@ -134,7 +139,9 @@ def shared_steps(runs: Sequence[Run]) -> Iterator[Line]:
     """Whole steps by two devices, over tensor parallelism."""
 
     def is_shown(case: Row) -> bool:
-        return case["overlap"] == 1 and case["exchange"] == "xla" and case["draft"] != "verify"
+        usual = case["overlap"] == 1 and case["exchange"] == "xla"
+        usual &= case["backends"] == DEFAULT_BACKENDS
+        return usual and case["draft"] != "verify"
 
     def shape(case: Row) -> str:
         return case["shape"] + (f", {case['draft']}" if case["draft"] != "plain" else "")

@@ -11,9 +11,11 @@ import pytest
 from bench import point, profiles
 from bench.ceilings import Ceilings
 from bench.decode import (
+    BACKEND,
     DRAFT,
     PASS,
     READ,
+    backend_config,
     catalogue,
     check,
     draft_config,
@@ -137,6 +139,26 @@ def test_iterations_are_checked_and_their_acceptance_is_imposed(tiny):
     assert vegas["tokens"] == profiles.committed(rate, 2)
     assert "tokens_per_s" not in measured["verification"]
     assert measured["plain"]["vs_plain"] == 1
+
+
+def test_a_step_by_a_backend_says_what_each_operation_took(tiny):
+    row = rows(BACKEND, "B=2,S=300,gamma=2,sampling=t0.8", "xla")["xla"]
+    assert (row["checked"], len(row["step_ns"])) == ("2 layers", 3)
+    took = {choice["operation"]: choice["backend"] for choice in row["backends"]}
+    assert {"attention", "verify_stochastic"} <= set(took)
+    assert set(took.values()) == {"xla"}
+    assert "tokens_per_s" not in row  # the draft is noise
+
+
+def test_a_step_by_a_backend_is_that_of_its_draft():
+    case = BACKEND.case("draft=vegas,gamma=3")
+    assert backend_config(case, "default") == draft_config(case, "vegas")
+    preferred = backend_config(case, "pallas")
+    assert preferred.backends.preferred == "pallas"
+    assert preferred == dataclasses.replace(
+        draft_config(case, "vegas"), backends=preferred.backends
+    )
+    assert backend_config(BACKEND.case("draft=hata"), "xla").is_lossy
 
 
 @pytest.mark.slow
@@ -484,6 +506,6 @@ def test_cases_that_cannot_be_are_refused(benchmark, text, message):
 def test_every_default_case_is_one(monkeypatch):
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        for benchmark in (PASS, DRAFT, READ):
+        for benchmark in (PASS, DRAFT, READ, BACKEND):
             for quick in (False, True):
                 assert benchmark.grid(Settings(quick=quick))

@@ -61,10 +61,11 @@ def test_an_imposed_rate_is_over_plain_decoding_of_the_same_shape():
 def test_attention_of_two_devices_is_over_one_of_the_same_shape():
     def row(kvp, microseconds, operation="attend", **case):
         fields = {"B": 1, "S": 2**20, "heads": "8/1", "H": 64, "T": 1, "latent": 0, "tpa": 1}
-        fields |= {"kvp": kvp, "strategy": "helix", "up": "auto"} | case
+        fields |= {"kvp": kvp, "strategy": "helix", "up": "auto", "kernel": "default"} | case
         return {"operation": operation, "case": fields, "step_ns": [1000 * microseconds] * 3}
 
     rows = [row(1, 100), row(2, 60), row(2, 50, operation="read_alone"), row(2, 70, S=2048)]
+    rows.insert(0, row(2, 9, kernel="xla"))
     long, short = systems.shared_attention([run(rows)])
     assert (long.cells["one device"], long.cells["Helix"]) == ("100 us", "60.0 us, 1.67x")
     assert (short.cells["Helix"], long.headline, short.headline) == ("70.0 us", True, False)
@@ -74,10 +75,11 @@ def test_a_step_by_helix_is_over_tensor_parallelism():
     def row(kvp, tpa, milliseconds, **case):
         fields = {"shape": "m", "B": 1, "S": 2**20, "draft": "vegas", "gamma": 5}
         fields |= {"kvp": kvp, "tpa": tpa, "strategy": "helix", "overlap": 1, "exchange": "xla"}
-        case = fields | case
+        case = fields | {"backends": "default"} | case
         return {"operation": "step", "case": case, "step_ns": [1_000_000 * milliseconds] * 3}
 
     rows = [row(2, 1, 59), row(1, 2, 47), row(2, 1, 9, overlap=2), row(2, 1, 9, draft="verify")]
+    rows.insert(0, row(2, 1, 9, backends="triton"))
     (line,) = systems.shared_steps([run(rows)])
     assert line.cells["Helix"] == "59.00 ms, 0.80x, slower"
     assert (line.cells["shape"], line.cells["by heads"]) == ("m, vegas", "47.00 ms")

@@ -52,6 +52,14 @@ def test_attention_on_a_mesh_is_checked_and_timed(kvp, tpa, strategy):
     assert row["bytes"] == 2 * 2 * 2 * 64 * 2 * 16 // (kvp * tpa)
 
 
+def test_a_kernel_that_refuses_is_a_row_with_its_reason():
+    small = "B=2,S=64,heads=4/2,H=16,kvp=2"
+    by_name = {name: rows(LAYER, f"{small},kernel={name}")[0] for name in ("xla", "cuda")}
+    assert by_name["xla"]["checked"] is True
+    assert by_name["cuda"]["checked"] is None
+    assert "H=16 and H'=16 are not 64" in by_name["cuda"]["reason"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["up=before,overlap=2", "up=after", "exchange=cuda"])
 def test_latent_attention_on_a_mesh_is_checked_and_timed(how):

@@ -241,7 +241,8 @@ def test_the_cells_of_jspec_are_cases_with_one_headline():
 
 def test_every_drafter_is_known():
     for name in ALL:
-        Drafting.of(name, 3, exact=False)
+        assert Drafting.of(name, 3, exact=False).config.backends.preferred is None
+        assert Drafting.of(name, 3, False, "triton").config.backends.preferred == "triton"
 
 
 @pytest.fixture(scope="module")

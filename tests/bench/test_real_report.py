@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from bench import report
+from bench.earlier import as_today
 from bench.real import figures
 from bench.report import figures as figures_of
 from bench.report import readme, real, real_cells
@@ -25,7 +26,7 @@ def row(name, ms, *, per_step=1, run=0, checked=True, **rest):
     plain decoding is 1 ms.
     """
     case = {"model": "m", "gamma": 5, "new": 64, "sampling": "greedy", "drafts": "few"}
-    case |= {"exact": "no"} | rest.pop("case", LARGE)
+    case |= {"exact": "no", "backends": "default"} | rest.pop("case", LARGE)
     line = {"operation": "real", "case": case, "name": name, "run": run, "checked": checked}
     steps = [60 // per_step] * 7 + [60 // per_step // (1 if name == "none" else 2)]
     line |= {"tokens": [60] * 8, "steps": steps, "repeats": [False] * 7 + [True]}
@@ -212,7 +213,7 @@ def speeds_in(device):
     """Formatted speeds of every timed row of a device, from its files, by the words of a line."""
     said_by_case = {}
     for path in report.RESULTS.glob("*/real*.json"):
-        content = json.loads(path.read_text())
+        content = as_today(json.loads(path.read_text()))
         if content["machine"]["device"] != device:
             continue
         for line in filter(figures.is_timed, content["rows"]):
@@ -221,7 +222,8 @@ def speeds_in(device):
             at = case["model"], str(case["B"]), f"{case['S'] // 1024}K", sampling, line["name"]
             rates = (figures.steady_rate, figures.batch_rate)
             steady, batch = (figures.over_plain(line, content["rows"], x) for x in rates)
-            if steady is not None and batch is not None and case["exact"] == "no":
+            usual = (case["exact"], case["backends"]) == ("no", "default")
+            if steady is not None and batch is not None and usual:
                 said_by_case.setdefault(at, []).append((said_of(steady), said_of(batch)))
     return said_by_case
 
