@@ -246,6 +246,7 @@ _SCORED = {
     "small": (2, 1, 4, 2, 9, 1, False),
     "grouped": (2, 1, 8, 2, 300, 4, False),
     "a-pass": (1, 5, 12, 4, 130, 2, False),
+    "short-codes": (2, 2, 8, 4, 150, 1, False),
     "long-codes": (3, 2, 3, 3, 70, 8, False),
     "with-norms": (2, 1, 6, 2, 260, 4, True),
     "no-slots": (2, 1, 4, 2, 0, 4, False),
@@ -268,7 +269,11 @@ HASH_ENCODE = Operation(
 
 HAMMING_SCORES = Operation(
     "hamming_scores",
-    {"xla": Backend("xla", hamming_xla, always), "triton": "jspec.triton.hash:HAMMING_SCORES"},
+    {
+        "xla": Backend("xla", hamming_xla, always),
+        "triton": "jspec.triton.hash:HAMMING_SCORES",
+        "pallas": "jspec.pallas.hash:HAMMING_SCORES",
+    },
     hamming_sizes,
     _cases(_hamming_case, _SCORED, "small"),
 )

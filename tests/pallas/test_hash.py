@@ -1,0 +1,77 @@
+"""Hash codes on Mosaic GPU: interpreted, lowered for CUDA, and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.ops.hash import HAMMING_SCORES
+from jspec.pallas.codes import refuses_codes, swar_count
+from jspec.pallas.hash import ScoreBlocks, hamming_pallas
+from jspec.pallas.mosaic import refuses_pallas
+from tests.kernels import takes
+from tests.ops.backends import every_case
+from tests.pallas.mosaic import interpret, lower
+
+over_scored = every_case(HAMMING_SCORES, takes(refuses_codes, 0, 1))
+# The interpreter runs no inline code.
+interpreted_scores = functools.partial(hamming_pallas, count=swar_count)
+
+
+def assert_equal(got, operation, arguments) -> None:
+    """What a kernel gave is the reference's, bit for bit."""
+    want = jax.jit(operation.backend("xla").run)(*arguments)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_swar_counts_bits():
+    words = jnp.asarray([0, 1, 2**31, 2**32 - 1, 0x0F0F1234], jnp.uint32)
+    assert swar_count(words).tolist() == [0, 1, 1, 32, 13]
+
+
+@over_scored
+def test_scores_equal_the_reference_when_interpreted(case):
+    got = interpret(interpreted_scores, *case.arguments)
+    assert_equal(got, HAMMING_SCORES, case.arguments)
+
+
+def test_chunks_of_any_size_give_the_same():
+    arguments = next(c for c in HAMMING_SCORES.cases() if c.name == "grouped").arguments
+    scores = functools.partial(interpreted_scores, blocks=ScoreBlocks(128))
+    assert_equal(interpret(scores, *arguments), HAMMING_SCORES, arguments)
+
+
+@over_scored
+def test_scores_equal_the_reference_on_a_gpu(case):
+    if reason := refuses_pallas():
+        pytest.skip(reason)
+    assert_equal(jax.jit(hamming_pallas)(*case.arguments), HAMMING_SCORES, case.arguments)
+
+
+def codes_like(batch, tokens, heads, kv_heads, slots, words):
+    return (
+        jax.ShapeDtypeStruct((batch, tokens, heads, words), jnp.uint32),
+        jax.ShapeDtypeStruct((batch, slots, kv_heads, words), jnp.uint32),
+    )
+
+
+@pytest.mark.parametrize(("words", "scaled"), [(1, False), (4, False), (8, True)])
+def test_scores_are_one_launch(words, scaled):
+    codes = codes_like(8, 1, 32, 8, 32768, words)
+    lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
+    norms = jax.ShapeDtypeStruct((8, 32768, 8), jnp.float32) if scaled else None
+    text = lower(hamming_pallas, *codes, lengths, norms)
+    assert text.count("stablehlo.custom_call") == 1
+    assert "math.ctpop" in text
+
+
+def test_refuses_with_a_reason():
+    codes = jnp.zeros((1, 5, 2, 4), jnp.uint32)
+    assert refuses_codes(codes[:, :1], codes) is None
+    assert "nothing to launch" in (refuses_codes(codes[:, :1], codes[:, :0]) or "")
+    assert refuses_codes(codes[:, :1, :, :1], codes[..., :1]) == (
+        "the 8 bytes of a slot's codes are not a multiple of 16, as copies to shared memory need; "
+        "name another backend"
+    )
