@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Case
@@ -39,3 +40,10 @@ def assert_packed(got, arguments) -> None:
     np.testing.assert_array_equal(got[2], total)
     remaining = int(total)
     np.testing.assert_array_equal(np.asarray(got[0])[:remaining], np.asarray(kv)[:remaining])
+
+
+def assert_fused(got, arguments) -> None:
+    """What a backend of `verify_and_pack` gave is what the references give, one after the other."""
+    *tokens, kv = arguments
+    assert_greedy(got[:6], tokens)
+    assert_packed(got[6:], (kv, jnp.asarray(got[0])))

@@ -113,6 +113,7 @@ VERIFY_AND_PACK = Operation(
     {
         "xla": Backend("xla", _pack_xla, always),
         "two_steps": Backend("two_steps", _two_steps, always, composite=True),
+        "pallas": "jspec.pallas.fused:VERIFY_AND_PACK",
         "triton": "jspec.triton.fused:VERIFY_AND_PACK",
         "cuda": "jspec.cuda_ffi.fused:PACK",
         "cuda_single": "jspec.cuda_ffi.fused:PACK_SINGLE",

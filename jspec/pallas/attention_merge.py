@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.pallas.attention_cut import PART, Chunks
-from jspec.pallas.mosaic import LANES, WARPS, floor_power, starts, store
+from jspec.pallas.mosaic import LANES, WARPS, floor_power, starts, store, tile_layout
 from jspec.typing import Array
 
 HEADS = 8  # heads that a program merges at most
@@ -40,7 +40,7 @@ class Merge:
         tile_rows = lses.shape[4]
         if outs.shape[1] > 1 and group != floor_power(group):
             rows = 1  # no part may lie in two tiles
-        layout = _layout(rows, columns)
+        layout = tile_layout(rows, columns, max_vector=4)
         by_row = layout.reduce(1)
         parts, across = starts(group, rows), starts(size, columns)
         at_once = max(LOADS * WARPS * LANES // (rows * columns * len(across)), 1)
@@ -118,16 +118,3 @@ class Merge:
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )
         return call(outs, lses, bounds)
-
-
-def _layout(rows: int, columns: int):
-    """Warps over rows, then over columns; neighbours in a row to a thread and to its lanes."""
-    down = min(rows, WARPS)
-    across = WARPS // down
-    vector = max(min(columns // across // LANES, 4), 1)
-    lanes = min(columns // across // vector, LANES)
-    lane_dims = (-2,) if lanes == LANES else (plgpu.Replicated(LANES // lanes), -2)
-    # The dimensions are rows, warps of a row where it has several, lanes, neighbours.
-    tiles = (down, columns), *([(lanes * vector,)] if across > 1 else []), (vector,)
-    warp_dims = (-4, -3) if 1 < down < WARPS else (-3,)
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims, lane_dims, vector_dim=-1)

@@ -73,6 +73,38 @@ class Spread:
         )
 
 
+def tile_layout(rows: int, columns: int, max_vector: int = 1):
+    """How a tile ``[rows, columns]`` lies over a warpgroup: warps over rows, lanes over columns.
+
+    Warps that the rows leave over share the columns. A lane has up to ``max_vector`` neighbours of
+    a row. All are powers of 2, and a warp's columns are at most `LANES` times ``max_vector``.
+    """
+    down = min(rows, WARPS)
+    vector = max(min(columns * down // (WARPS * LANES), max_vector), 1)
+    across = min(WARPS // down, columns // vector)
+    lanes = min(columns // across // vector, LANES)
+    # The dimensions are rows, warps of a row, lanes, neighbours; the middle ones where there are
+    # several.
+    tiles: list[tuple[int, ...]] = [(down, columns)]
+    if across > 1:
+        tiles.append((lanes * vector,))
+    if lanes > 1:
+        tiles.append((vector,))
+    lane_dims: list[int | plgpu.Replicated] = [-2] * (lanes > 1)
+    warp_dims: list[int | plgpu.Replicated] = []
+    if down > 1:
+        warp_dims.append(-2 - (lanes > 1) - (across > 1))
+    if across > 1:
+        warp_dims.append(-2 - (lanes > 1))
+    if lanes < LANES:
+        lane_dims.insert(0, plgpu.Replicated(LANES // lanes))
+    if down * across < WARPS:
+        warp_dims.insert(0, plgpu.Replicated(WARPS // (down * across)))
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tuple(tiles)), tuple(warp_dims), tuple(lane_dims), vector_dim=-1
+    )
+
+
 def load(ref, spread: Spread) -> Array:
     """What ``ref`` holds: a scalar, or a vector that lies as ``spread`` says."""
     if spread.size == 1:

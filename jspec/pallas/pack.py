@@ -46,7 +46,6 @@ def pack_pallas(
     batch, gamma, width = kv.shape
     size = kv.dtype.itemsize
     span = (blocks or blocks_for(kv_sizes(kv))).span // size
-    word = WORD // size
     counted = Spread(min(256, floor_power(batch)))
 
     def pack(source, accepted, packed, offsets, total):
@@ -67,33 +66,7 @@ def pack_pallas(
                 offset += jnp.sum(counts)
                 summed_until = start + counted.size
 
-            def copy(begin, length: int) -> None:
-                """Move ``length`` elements of the run, from ``begin`` on."""
-                piece = Spread(floor_power(length // word) * word, vector=word, warps=4)
-                moved = []
-                for start in starts(length, piece.size):
-                    at = begin + start
-                    piece_ref = source.at[row, pl.ds(at, piece.size)]
-                    moved.append((at, load(piece_ref, piece)))
-                for at, elements in moved:
-                    store(packed.at[pl.ds(offset * width + at, piece.size)], elements)
-
-            # The last chunk of a run is laid so that it ends with the run.
-            @pl.when(run >= span)
-            def _():
-                copy(jnp.minimum(chunk * span, run - span), span)
-
-            # A run shorter than a chunk is two copies of as many rows as the power of 2 below it.
-            few = 1
-            while few <= gamma and few * width < span:
-                last = min(2 * few - 1, (span - 1) // width)
-
-                @pl.when((row_count >= few) & (row_count <= last))
-                def _(few=few):
-                    copy(0, few * width)
-                    copy((row_count - few) * width, few * width)
-
-                few *= 2
+            copy_chunk((source.at[row], packed), offset, row_count, chunk, (gamma, width, span))
 
             @pl.when(chunk == 0)
             def _():
@@ -103,11 +76,11 @@ def pack_pallas(
                 def _():
                     total[0] = offset + row_count
 
-    carrier = lax.bitcast_convert_type(kv, _CARRIERS[size])
+    carried = carry(kv)
     call = plgpu.kernel(
         pack,
         out_type=(
-            jax.ShapeDtypeStruct((batch * gamma * width,), carrier.dtype),
+            jax.ShapeDtypeStruct((batch * gamma * width,), carried.dtype),
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
@@ -116,9 +89,57 @@ def pack_pallas(
         # No memory is both read and written, so nothing has to wait for a write.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    packed, offsets, total = opaque(call, carrier.reshape(batch, gamma * width), accepted)
-    packed = packed.reshape(batch * gamma, width)
-    return lax.bitcast_convert_type(packed, kv.dtype), offsets, total[0]
+    packed, offsets, total = opaque(call, carried, accepted)
+    return uncarry(packed, kv), offsets, total[0]
+
+
+def carry(kv: Array) -> Array:
+    """The elements of ``kv [B, gamma, D]`` as whole numbers ``[B, gamma * D]`` of their size."""
+    batch, gamma, width = kv.shape
+    return lax.bitcast_convert_type(kv, _CARRIERS[kv.dtype.itemsize]).reshape(batch, gamma * width)
+
+
+def uncarry(packed: Array, kv: Array) -> Array:
+    """The packed elements ``[B * gamma * D]`` of `carry` as rows of the dtype of ``kv``."""
+    return lax.bitcast_convert_type(packed.reshape(-1, kv.shape[2]), kv.dtype)
+
+
+def copy_chunk(refs, offset, row_count, chunk, sizes: tuple[int, int, int]) -> None:
+    """Copy chunk number ``chunk`` of the first ``row_count`` KV rows of a batch row.
+
+    ``refs``: the batch row's elements ``[gamma * D]``, and where they go, from KV row ``offset``
+    on. ``sizes``: gamma, D, and the elements of a chunk.
+    """
+    source, packed = refs
+    gamma, width, span = sizes
+    run, word = row_count * width, WORD // jnp.dtype(source.dtype).itemsize
+
+    def copy(begin, length: int) -> None:
+        """Move ``length`` elements of the run, from ``begin`` on."""
+        piece = Spread(floor_power(length // word) * word, vector=word, warps=4)
+        moved = []
+        for start in starts(length, piece.size):
+            at = begin + start
+            moved.append((at, load(source.at[pl.ds(at, piece.size)], piece)))
+        for at, elements in moved:
+            store(packed.at[pl.ds(offset * width + at, piece.size)], elements)
+
+    # The last chunk of a run is laid so that it ends with the run.
+    @pl.when(run >= span)
+    def _():
+        copy(jnp.minimum(chunk * span, run - span), span)
+
+    # A run shorter than a chunk is two copies of as many rows as the power of 2 below it.
+    few = 1
+    while few <= gamma and few * width < span:
+        last = min(2 * few - 1, (span - 1) // width)
+
+        @pl.when((row_count >= few) & (row_count <= last))
+        def _(few=few):
+            copy(0, few * width)
+            copy((row_count - few) * width, few * width)
+
+        few *= 2
 
 
 def refuses(kv: Array) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -51,6 +52,127 @@ def blocks_for(sizes: Mapping[str, int]) -> Blocks:
     return Blocks(block["rows"], piece=min(block["piece"], floor_power(sizes["gamma"])))
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenRefs:
+    """The arguments of verification in memory; ``stops`` is None where no row has a stop token."""
+
+    draft: Any
+    target: Any
+    lengths: Any
+    stops: Any
+
+    @classmethod
+    def split(cls, refs: tuple[Any, ...], stops: int) -> tuple[TokenRefs, tuple[Any, ...]]:
+        """The arguments among ``refs``, as `arguments_of` passes them, and the refs after them."""
+        draft, target, lengths, *rest = refs
+        return cls(draft, target, lengths, rest[0] if stops else None), tuple(rest[stops > 0 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The tokens of a batch row in registers.
+
+    Attributes:
+        index: of the row in the batch.
+        length: of its draft, at most gamma.
+        stop_ids: its stop tokens, scalars.
+        bonus: the target's token after the whole draft, a scalar.
+        pieces: for each vector of positions: where it lies in an array ``[B, gamma]``, the
+            positions, the draft's tokens and the target's.
+    """
+
+    index: Any
+    length: Any
+    stop_ids: list[Any]
+    bonus: Any
+    pieces: list[tuple[Any, Array, Array, Array]]
+
+
+def piece_slices(row: Any, gamma: int, spread: Spread) -> list[tuple[Any, Array]]:
+    """Vectors that cover a row of an array ``[B, gamma]``: where each lies, and its positions."""
+    return [
+        (
+            (row, pl.ds(start, spread.size)) if spread.size > 1 else (row, start),
+            start + iota(spread),
+        )
+        for start in starts(gamma, spread.size)
+    ]
+
+
+def read_row(row: Any, refs: TokenRefs, spread: Spread) -> Row:
+    """Load a row of the batch."""
+    gamma = refs.draft.shape[1]
+    pieces = [
+        (at, index, load(refs.draft.at[at], spread), load(refs.target.at[at], spread))
+        for at, index in piece_slices(row, gamma, spread)
+    ]
+    length = jnp.minimum(refs.lengths[row], gamma)
+    return Row(row, length, stop_ids_of(row, refs.stops), refs.target[row, gamma], pieces)
+
+
+def stop_ids_of(row: Any, stops: Any | None) -> list[Any]:
+    """The stop tokens of a row, scalars."""
+    return [] if stops is None else [stops[row, m] for m in range(stops.shape[1])]
+
+
+def is_stop(tokens: Array, stop_ids: list[Any]) -> Array | int:
+    """0 or 1. An id of -1 is padding, among the stop tokens as elsewhere."""
+    matches = [(tokens == stop) & (tokens >= 0) for stop in stop_ids]
+    return functools.reduce(jnp.logical_or, matches).astype(jnp.int32) if matches else 0
+
+
+def events(index: Array, rejected: Array, stops: Array | int, gamma: int) -> Array:
+    """0 for positions that a block goes past; the largest of the others is that of its end.
+
+    An event is the distance from the end with two flags in the lowest bits, rejected and stop: one
+    maximum finds the first position (a warp has no instruction for a minimum).
+    """
+    flags = 2 * rejected.astype(jnp.int32) + stops
+    return jnp.where(flags > 0, 4 * (gamma - index) + flags, 0)
+
+
+def end_event(row: Row, gamma: int) -> Any:
+    """The event at the end of a row's block.
+
+    A committed token is the target's own: the draft serves only to count. A block ends at its first
+    position where the draft is rejected or the target stops.
+    """
+    # The bonus token follows a whole accepted draft, as if one had been rejected there.
+    event = 2 + is_stop(row.bonus, row.stop_ids)
+    for _, index, drafted, target in row.pieces:
+        rejected = (drafted != target) | (index >= row.length)
+        event = jnp.maximum(
+            event, largest(events(index, rejected, is_stop(target, row.stop_ids), gamma))
+        )
+    return event
+
+
+def accepted_of(event: Array, gamma: int) -> Array:
+    """Accepted draft tokens of blocks that end with ``event``, a stop token among them."""
+    return gamma - (event >> 2) + jnp.where((event & 2) != 0, 0, 1)
+
+
+def write_row(row: Row, event: Array, following: Callable[[Any], Any], outputs: Any) -> None:
+    """Write a row's fields of `Verified`; ``following``: the target's token at a position."""
+    accepted, committed, mismatch, next_token, stopped, block = outputs
+    at, gamma = row.index, block.shape[1] - 1
+    end = gamma - (event >> 2)
+    rejected = (event & 2) != 0
+    accepted[at] = accepted_of(event, gamma)
+    committed[at] = end + 1
+    mismatch[at] = rejected & (end < row.length)
+    next_token[at] = jnp.where(rejected, following(end), -1)
+    stopped[at] = (event & 1) != 0
+    for piece, index, _, target in row.pieces:
+        store(block.at[piece], jnp.where(index <= end, target, -1))
+    block[at, gamma] = jnp.where(end == gamma, row.bonus, -1)
+
+
+def arguments_of(*arguments: Array) -> tuple[Array, ...]:
+    """The arguments of verification for a kernel: an array without elements has no pointer."""
+    return arguments if arguments[3].size else arguments[:3]
+
+
 def verify_pallas(
     draft_tokens: Array,
     target_tokens: Array,
@@ -63,68 +185,16 @@ def verify_pallas(
     batch, gamma = draft_tokens.shape
     stops = stop_tokens.shape[1]
     blocks = blocks or blocks_for(greedy_sizes(draft_tokens))
-    spread = Spread(blocks.piece)
 
-    # A committed token is the target's own: the draft serves only to count. A block ends at its
-    # first position where the draft is rejected or the target stops. One maximum finds it (a warp
-    # has no instruction for a minimum), over the distance from the end with the two flags in the
-    # lowest bits.
-    def verify(draft, target, lengths, *refs):
-        *stop_refs, accepted_out, committed_out, mismatch_out, next_out, stopped_out, block_out = (
-            refs
-        )
-
-        def read(row):
-            length = jnp.minimum(lengths[row], gamma)
-            stop_ids = [ref[row, m] for ref in stop_refs for m in range(stops)]
-            pieces = []
-            for start in starts(gamma, spread.size):
-                piece_slice = (row, pl.ds(start, spread.size)) if spread.size > 1 else (row, start)
-                target_piece = load(target.at[piece_slice], spread)
-                pieces.append(
-                    (
-                        piece_slice,
-                        start + iota(spread),
-                        load(draft.at[piece_slice], spread),
-                        target_piece,
-                    )
-                )
-            return row, length, stop_ids, target[row, gamma], pieces
-
-        def is_stop(tokens, stop_ids):
-            """0 or 1. An id of -1 is padding, among the stop tokens as elsewhere."""
-            matches = [(tokens == stop) & (tokens >= 0) for stop in stop_ids]
-            return functools.reduce(jnp.logical_or, matches).astype(jnp.int32) if matches else 0
-
-        def judge(length, stop_ids, bonus, pieces):
-            # The bonus token follows a whole accepted draft, as if one had been rejected there.
-            event = 2 + is_stop(bonus, stop_ids)
-            for _, index, drafted, target_piece in pieces:
-                rejected = (drafted != target_piece) | (index >= length)
-                flags = 2 * rejected.astype(jnp.int32) + is_stop(target_piece, stop_ids)
-                last_event = jnp.where(flags > 0, 4 * (gamma - index) + flags, 0)
-                event = jnp.maximum(event, largest(last_event))
-            return event
-
-        def write(row, length, bonus, pieces, event):
-            end = gamma - (event >> 2)
-            rejected = (event & 2) != 0
-            accepted_out[row] = jnp.where(rejected, end, end + 1)
-            committed_out[row] = end + 1
-            mismatch_out[row] = rejected & (end < length)
-            next_out[row] = jnp.where(rejected, target[row, end], -1)
-            stopped_out[row] = (event & 1) != 0
-            for piece_slice, index, _, target_piece in pieces:
-                store(block_out.at[piece_slice], jnp.where(index <= end, target_piece, -1))
-            block_out[row, gamma] = jnp.where(end == gamma, bonus, -1)
-
+    def verify(*refs):
+        tokens, outputs = TokenRefs.split(refs, stops)
         # The last program's rows end with the batch, some of them done twice and alike. All is
         # read before anything is written, so that the reads of several rows wait together.
         first = jnp.minimum(lax.axis_index("rows") * blocks.rows, batch - blocks.rows)
-        rows = [read(first + i) for i in range(blocks.rows)]
-        events = [judge(*x[1:]) for x in rows]
-        for (row, length, _, bonus, pieces), event in zip(rows, events, strict=True):
-            write(row, length, bonus, pieces, event)
+        rows = [read_row(first + i, tokens, Spread(blocks.piece)) for i in range(blocks.rows)]
+        ends = [end_event(row, gamma) for row in rows]
+        for row, event in zip(rows, ends, strict=True):
+            write_row(row, event, lambda at, i=row.index: tokens.target[i, at], outputs)
 
     call = plgpu.kernel(
         verify,
@@ -134,9 +204,7 @@ def verify_pallas(
         # No memory is both read and written, so nothing has to wait for a write.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    # An array without elements has no pointer to give.
-    arguments = (draft_tokens, target_tokens, draft_lengths, stop_tokens)
-    return opaque(call, *arguments[: 4 if stops else 3])
+    return opaque(call, *arguments_of(draft_tokens, target_tokens, draft_lengths, stop_tokens))
 
 
 def refuses(draft_tokens: Array, stop_tokens: Array) -> str | None:

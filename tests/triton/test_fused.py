@@ -14,7 +14,7 @@ from jspec.triton import fused as module
 from jspec.triton import pack, verify
 from jspec.triton.call import refuses_triton
 from jspec.triton.fused import VERIFY_AND_PACK, blocks_for, verify_and_pack_triton
-from tests.kernels import assert_greedy, assert_packed, takes
+from tests.kernels import assert_fused, takes
 from tests.ops.backends import every_case
 from tests.triton.lowering import lower
 
@@ -29,12 +29,6 @@ def refusal(draft_tokens, stop_tokens, kv) -> str | None:
 
 
 quick = every_case(OPERATION, takes(refusal, 0, 3, 4))
-
-
-def assert_fused(got, arguments):
-    *tokens, kv = arguments
-    assert_greedy(got[:6], tokens)
-    assert_packed(got[6:], (kv, jnp.asarray(got[0])))
 
 
 @quick
