@@ -142,8 +142,10 @@ def _two_steps(draft, logits, lengths, stops, limits, *rows: Array) -> tuple[Arr
 
 
 def commit_sizes(draft_tokens: Array, logits: Array, *rest: Array) -> dict[str, int]:
-    """The sizes that backends are ordered by."""
-    return greedy_sizes(draft_tokens) | {"vocabulary": logits.shape[2]}
+    """The sizes that backends are ordered by; ``logits``: those of a batch row."""
+    _, positions, vocabulary = logits.shape
+    sizes = {"vocabulary": vocabulary, "logits": positions * vocabulary}
+    return greedy_sizes(draft_tokens) | sizes
 
 
 def _build(batch: int, gamma: int, stops: int, vocabulary: int) -> tuple[np.ndarray, ...]:
@@ -201,6 +203,7 @@ VERIFY_AND_COMMIT = Operation(
     {
         "xla": Backend("xla", _xla, always),
         "two_steps": Backend("two_steps", _two_steps, always, composite=True),
+        "cuda": "jspec.cuda_ffi.commit:VERIFY_AND_COMMIT",
         "triton": "jspec.triton.commit:VERIFY_AND_COMMIT",
     },
     commit_sizes,

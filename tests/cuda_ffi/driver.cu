@@ -3,6 +3,7 @@
 // tests/cuda_ffi/test_driver.py compiles and runs it.
 #include "device.cuh"
 #include "pack/kv.h"
+#include "verify/commit.h"
 #include "verify/row.h"
 
 using namespace jspec;
@@ -110,7 +111,90 @@ void run(int batch, int gamma, int stops, int row_bytes) {
   }
 }
 
+template <typename T>
+T* data_of(std::vector<T>& x) {
+  return x.data();
+}
+
+template <typename T>
+T* data_of(Device<T>& x) {
+  return x.data;
+}
+
+// Verification with commits, the logits of a row read as a whole and in parts.
+void run_commit(int batch, int gamma, int stops, int vocabulary) {
+  const int slots = gamma + 6, positions = gamma + 1;
+  std::vector<float> logits(batch * positions * vocabulary);
+  std::vector<int32_t> draft(batch * gamma), lengths(batch, gamma), stop(batch * stops);
+  for (float& logit : logits) logit = random_below(40) ? random_below(9) : INFINITY;
+  logits[0] = NAN;
+  for (int32_t& token : draft) token = random_below(3);
+  for (int32_t& token : stop) token = random_below(2 * vocabulary) - vocabulary;
+  std::vector<int32_t> limits(batch), known(batch * slots, -1), cached(batch);
+  std::vector<Flag> done(batch);
+  for (int b = 0; b < batch; ++b) {
+    cached[b] = random_below(slots);
+    limits[b] = cached[b] + 1 + random_below(gamma + 3);
+    done[b].value = b % 5 == 3;
+  }
+  Device<float> d_logits(logits);
+  Device<int32_t> d_draft(draft), d_lengths(lengths), d_stop(stop), d_limits(limits);
+  const auto flags = [](Flag* flags) { return reinterpret_cast<bool*>(flags); };
+  const auto commit_of = [&](auto& out, auto* draft, auto* lengths, auto* stop, auto* logits,
+                             auto* limits, auto* known, auto* cached, bool* done, auto* block,
+                             float* tops, int32_t* firsts, int part) {
+    const Greedy greedy{draft, nullptr, lengths, stop, data_of(out.accepted), data_of(out.committed),
+                        flags(data_of(out.mismatch)), data_of(out.next), flags(data_of(out.stopped)),
+                        data_of(out.tokens), batch, gamma, stops, false};
+    return Commit{greedy, logits, limits, known, cached, done, block, tops, firsts, slots,
+                  vocabulary, part, part ? (vocabulary + part - 1) / part : 0, false};
+  };
+  Outputs<int32_t, Host> want(batch, gamma);
+  std::vector<int32_t> want_known = known, want_cached = cached, block(batch * (gamma + 3));
+  std::vector<Flag> want_done = done;
+  const Commit host = commit_of(want, draft.data(), lengths.data(), stop.data(), logits.data(),
+                                limits.data(), want_known.data(), want_cached.data(),
+                                flags(want_done.data()), block.data(), nullptr, nullptr, 0);
+  for (int row = 0; row < batch; ++row) {
+    std::vector<int32_t> target;
+    for (int at = row * positions; at < (row + 1) * positions; ++at) {
+      Largest largest(0);
+      for (int v = 0; v < vocabulary; ++v) largest.take(logits[at * vocabulary + v], v);
+      target.push_back(largest.token);
+    }
+    const Greedy greedy = row_alone(host.greedy, row, target.data());
+    verify_row<int32_t>(greedy, 0);
+    const Ended ended{*greedy.accepted, *greedy.committed, *greedy.stopped};
+    commit_row(host, row, target.data(), ended, cached[row], done[row].value, 0, 1);
+  }
+  for (const int part : {0, 32, 256}) {
+    Outputs<int32_t, Device> got(batch, gamma);
+    Device<int32_t> d_known(known), d_cached(cached), d_block(block.size());
+    Device<Flag> d_done(done);
+    const int parts = part ? batch * positions * ((vocabulary + part - 1) / part) : 0;
+    Device<float> tops(parts);
+    Device<int32_t> firsts(parts);
+    launched(verify_and_commit(
+        commit_of(got, d_draft.data, d_lengths.data, d_stop.data, d_logits.data, d_limits.data,
+                  d_known.data, d_cached.data, flags(d_done.data), d_block.data, tops.data,
+                  firsts.data, part),
+        4, nullptr));
+    expect(got.accepted.holds(want.accepted) && got.stopped.holds(want.stopped) &&
+               got.next.holds(want.next) && got.tokens.holds(want.tokens),
+           "verification of logits", batch, gamma, part);
+    expect(d_known.holds(want_known) && d_cached.holds(want_cached) && d_done.holds(want_done) &&
+               d_block.holds(block),
+           "commit", batch, gamma, part);
+  }
+}
+
 int main() {
+  for (const int vocabulary : {5, 41, 260, 1000}) {
+    run_commit(1, 5, 1, vocabulary);
+    run_commit(9, 33, 2, vocabulary);
+    run_commit(33, 0, 0, vocabulary);
+    run_commit(3, 200, 3, vocabulary);
+  }
   const int cases[][4] = {{1, 1, 0, 16},   {4, 8, 2, 256},  {32, 8, 1, 4096}, {33, 31, 1, 48},
                           {19, 32, 3, 14}, {7, 64, 40, 33}, {32, 128, 1, 64}, {5, 200, 2, 8},
                           {70, 5, 1, 16},  {3, 0, 1, 16},   {200, 16, 1, 32},

@@ -12,7 +12,7 @@ from jspec.cuda_ffi.errors import BuildError
 
 # Programs of this folder, and the kernels that each launches.
 PROGRAMS = {
-    "driver.cu": ("verify/verify.cu", "pack/pack.cu", "pack/fused.cu"),
+    "driver.cu": ("verify/verify.cu", "verify/commit.cu", "pack/pack.cu", "pack/fused.cu"),
     "stochastic.cu": ("sample/stochastic.cu",),
     "select.cu": ("select/select.cu",),
     "hashed.cu": ("hashed/hashed.cu",),

@@ -48,6 +48,8 @@ TOKENS = [
     ((B,), jnp.int32),
     ((B, 1), jnp.int32),
 ]
+STATE = [((B, S), jnp.int32), ((B,), jnp.int32), ((B,), jnp.bool_)]
+LARGEST = [((B, GAMMA + 1, 3), dtype) for dtype in (jnp.float32, jnp.int32)]  # of 3 parts
 KV, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B,), jnp.int32)
 PACKED = [((B * GAMMA, D), jnp.float32), ((B,), jnp.int32), ((), jnp.int32)]
 CUT = {"threads": np.int32(128), "eager": np.bool_(True), "recounts": np.bool_(False)}
@@ -76,6 +78,12 @@ RESULTS = [HALVES[0], ((B, 3, 4), jnp.float32), *PARTS]
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
     "verify_greedy_naive": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
+    "verify_and_commit": (
+        [TOKENS[0], ((B, GAMMA + 1, 48), jnp.bfloat16), *TOKENS[2:], LENGTHS, *STATE],
+        [*VERIFIED, ((B, GAMMA + 3), jnp.int32), *STATE, *LARGEST],
+        {"warps": np.int32(2), "part": np.int32(16)},
+        {5: 7, 6: 8, 7: 9},
+    ),
     "pack": ([KV, LENGTHS], PACKED, CUT, None),
     "verify_and_pack": ([*TOKENS, KV], [*VERIFIED, *PACKED], CUT, None),
     "verify_and_pack_single": ([*TOKENS, KV], [*VERIFIED, *PACKED], {}, None),
@@ -214,6 +222,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
     ("target", "change", "message"),
     [
         ("verify_greedy", {"warps": np.int32(33)}, r"warps=33 must be in 1\.\.32"),
+        ("verify_and_commit", {"part": np.int32(-1)}, r"in 1\.\.32 and part=-1 at least 0"),
         ("pack", {"threads": np.int32(100)}, "threads=100 must be a multiple of 32 up to 256"),
         ("verify_greedy", {"warps": np.int64(1)}, "expected S32 but got S64"),
         ("select", {"taken": np.int32(128)}, "counted=256 and taken=128 must be powers of 2"),
@@ -231,6 +240,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
     ],
     ids=[
         "warps",
+        "part",
         "threads",
         "wrong-type",
         "taken",

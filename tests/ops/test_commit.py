@@ -61,6 +61,17 @@ def test_equals_the_definition(case, backend):
     chex.assert_trees_all_equal(tuple(got), by_hand(arguments))
 
 
+@every_backend(VERIFY_AND_COMMIT)
+@pytest.mark.parametrize("name", ["odd", "no-stops"])
+def test_bfloat16_logits_give_what_their_float32_values_give(name, backend):
+    case = next(x for x in VERIFY_AND_COMMIT.cases() if x.name == name)
+    draft, logits, *rest = case.arguments
+    narrow = logits.astype(jnp.bfloat16)
+    got = run_or_skip(called, VERIFY_AND_COMMIT, backend, draft, narrow, *rest)
+    expected = by_hand((draft, narrow.astype(jnp.float32), *rest))
+    chex.assert_trees_all_equal(tuple(got[1:]), expected)
+
+
 def test_cases_have_rows_of_every_kind():
     """Rows that are done before, by a stop token, by their limit, and not at all."""
     case = next(x for x in VERIFY_AND_COMMIT.cases() if x.name == "many-rows")

@@ -13,6 +13,7 @@ import pytest
 
 from jspec.dispatch import BackendError, Operation
 from jspec.ops.cases import counts, kv_rows, ragged_tokens
+from jspec.ops.commit import VERIFY_AND_COMMIT
 from jspec.ops.fused import VERIFY_AND_PACK
 from jspec.ops.packing import PACK
 from jspec.ops.sample import SAMPLE, Role, unfiltered
@@ -41,6 +42,14 @@ def greedy(batch: int, gamma: int, stops: int = 1) -> tuple:
     return ragged_tokens(batch, gamma, stops)
 
 
+def committing(positions: int) -> tuple:
+    """Arguments of `VERIFY_AND_COMMIT` with ``positions`` of the target, of a row that goes on."""
+    draft, _, lengths, stops = greedy(1, positions - 1)
+    logits = np.zeros((1, positions, 3), np.float32)
+    state = np.zeros((1, 2 * positions), np.int32), np.zeros(1, np.int32), np.zeros(1, bool)
+    return draft, logits, lengths, stops, np.full(1, 2 * positions, np.int32), *state
+
+
 def packing(batch: int, gamma: int = 3) -> tuple:
     return kv_rows(batch, gamma, 8, "float32"), counts(batch, gamma)
 
@@ -54,6 +63,7 @@ LIMITS = {
     "sample-positions": (SAMPLE, "cuda", lambda n: draws(n, 3), 1024, 1025),
     "sample-vocabulary": (SAMPLE, "cuda", lambda n: draws(1, n), 2**24, 2**24 + 1),
     "verify-positions": (VERIFY_STOCHASTIC, "cuda", drafted, 1024, 1025),
+    "commit-positions": (VERIFY_AND_COMMIT, "cuda", committing, 1024, 1025),
     "single-block": (VERIFY_AND_PACK, "cuda_single", fused, 32, 33),
     "pack-empty": (PACK, "cuda", packing, 1, 0),
     "fused-empty": (VERIFY_AND_PACK, "cuda", fused, 1, 0),

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(1024) single_kernel(const Greedy greedy, const
   if (lane == 0) counts[warp] = 0;
   __syncwarp();
   if (warp < pack.batch) {
-    verify_warp<Token, chunks>(greedy, warp, [&](int count) { counts[warp] = count; });
+    verify_warp<Token, chunks>(greedy, warp, [&](int count, int, bool) { counts[warp] = count; });
   }
   __syncthreads();
   if (warp == 0) {

@@ -69,7 +69,7 @@ struct Counting : Packing {
   static constexpr bool verifies = true;
   Greedy greedy;
 
-  __device__ void verify(int row) const { verify_warp<Token, chunks>(greedy, row, [](int) {}); }
+  __device__ void verify(int row) const { verify_warp<Token, chunks>(greedy, row, [](int, int, bool) {}); }
 
   __device__ Target find(int row) const {
     int before = 0, own = 0;

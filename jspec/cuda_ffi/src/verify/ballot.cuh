@@ -11,11 +11,11 @@ namespace jspec {
 // The count of 32-position chunks that goes round in a loop, for gamma of any size.
 constexpr int kLoops = 3;
 
-// Verifies `row` and writes all that belongs to it; one lane calls accepted(count). A block ends at
-// the first position that is rejected or holds a stop token, and one ballot a chunk finds it. The
-// time does not depend on where that is: no lane leaves early.
-template <typename Token, int chunks, typename Accepted>
-__device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
+// Verifies `row` and writes all that belongs to it; one lane calls ended(accepted, committed,
+// stopped). A block ends at the first position that is rejected or holds a stop token, and one
+// ballot a chunk finds it. The time does not depend on where that is: no lane leaves early.
+template <typename Token, int chunks, typename Ended>
+__device__ void verify_warp(const Greedy& greedy, int row, Ended ended) {
   const int lane = threadIdx.x % 32;
   const int gamma = greedy.gamma;
   // The first of this lane: its others lie at distances that the instructions themselves hold.
@@ -81,7 +81,7 @@ __device__ void verify_warp(const Greedy& greedy, int row, Accepted accepted) {
     static_cast<Token*>(greedy.next_token)[row] = rejected ? next : Token(-1);
     greedy.stopped[row] = stopped;
     tokens[gamma - lane] = end == gamma ? bonus : Token(-1);
-    accepted(count);
+    ended(count, end + 1, stopped);
   }
 }
 

@@ -9,8 +9,9 @@ namespace jspec {
 // Arguments and results that `greedy_of` reads.
 constexpr size_t kGreedyArguments = 4, kGreedyResults = 6;
 
-// Fills `greedy` from the first arguments and, from buffer `results` on, the first results.
-inline ffi::Error greedy_of(const Buffers& buffers, size_t results, Greedy* greedy) {
+// Fills `greedy` but for the target's tokens, from the first arguments and, from buffer `results`
+// on, the first results.
+inline ffi::Error draft_of(const Buffers& buffers, size_t results, Greedy* greedy) {
   const auto shape = buffers[0].dimensions();
   const auto stop_shape = buffers[3].dimensions();
   const ffi::DataType token = buffers[0].element_type();
@@ -28,10 +29,8 @@ inline ffi::Error greedy_of(const Buffers& buffers, size_t results, Greedy* gree
   }
 
   const auto S32 = ffi::DataType::S32, PRED = ffi::DataType::PRED;
-  ffi::Error error = buffers.check(1, batch,
-                                   {{"target_tokens", token, {gamma + 1}},
-                                    {"draft_lengths", S32, {}},
-                                    {"stop_tokens", token, {stops}}});
+  ffi::Error error =
+      buffers.check(2, batch, {{"draft_lengths", S32, {}}, {"stop_tokens", token, {stops}}});
   if (error.failure()) return error;
   error = buffers.check(results, batch,
                         {{"accepted", S32, {}},
@@ -42,7 +41,7 @@ inline ffi::Error greedy_of(const Buffers& buffers, size_t results, Greedy* gree
                          {"tokens", token, {gamma + 1}}});
   if (error.failure()) return error;
   *greedy = Greedy{buffers.data<void>(0),
-                   buffers.data<void>(1),
+                   nullptr,
                    buffers.data<int32_t>(2),
                    buffers.data<void>(3),
                    buffers.data<int32_t>(results),
@@ -56,6 +55,15 @@ inline ffi::Error greedy_of(const Buffers& buffers, size_t results, Greedy* gree
                    static_cast<int32_t>(stops),
                    token == ffi::DataType::S64};
   return ffi::Error::Success();
+}
+
+// As `draft_of`, with the target's tokens.
+inline ffi::Error greedy_of(const Buffers& buffers, size_t results, Greedy* greedy) {
+  ffi::Error error = draft_of(buffers, results, greedy);
+  if (error.failure()) return error;
+  greedy->target_tokens = buffers.data<void>(1);
+  const ffi::DataType token = buffers[0].element_type();
+  return buffers.check(1, greedy->batch, {{"target_tokens", token, {greedy->gamma + 1}}});
 }
 
 }  // namespace jspec

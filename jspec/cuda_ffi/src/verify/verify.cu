@@ -8,7 +8,7 @@ namespace {
 template <typename Token, int chunks>
 __global__ void ballot_kernel(const Greedy greedy) {
   const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  if (row < greedy.batch) verify_warp<Token, chunks>(greedy, row, [](int) {});
+  if (row < greedy.batch) verify_warp<Token, chunks>(greedy, row, [](int, int, bool) {});
 }
 
 template <typename Token>
