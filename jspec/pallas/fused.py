@@ -138,8 +138,10 @@ def _accepted_before(row: Any, tokens: TokenRefs, blocks: Blocks) -> Array:
         first = jnp.minimum(i * blocks.rows, batch - blocks.rows)
         tile_rows = pl.ds(first, blocks.rows)
         number = plgpu.broadcasted_iota(jnp.int32, (blocks.rows,), 0, layout=by_row) + first
-        stops = range(tokens.stops.shape[1]) if tokens.stops is not None else ()
-        stop_ids = [over_columns(fetch(tokens.stops.at[tile_rows, m], by_row)) for m in stops]
+        stop_ids = [
+            over_columns(fetch(tokens.stops.at[tile_rows, m], by_row))
+            for m in range(tokens.stop_count)
+        ]
         length = jnp.minimum(fetch(tokens.lengths.at[tile_rows], by_row), gamma)
         # A whole accepted draft ends as if one had been rejected after it.
         event = plgpu.layout_cast(jnp.full((blocks.rows,), 2, jnp.int32), by_row)

@@ -67,6 +67,15 @@ class TokenRefs:
         draft, target, lengths, *rest = refs
         return cls(draft, target, lengths, rest[0] if stops else None), tuple(rest[stops > 0 :])
 
+    @property
+    def stop_count(self) -> int:
+        """Stop tokens of a row."""
+        return 0 if self.stops is None else self.stops.shape[1]
+
+    def stop_ids(self, row: Any) -> list[Any]:
+        """The stop tokens of a row, scalars."""
+        return [self.stops[row, m] for m in range(self.stop_count)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -107,12 +116,7 @@ def read_row(row: Any, refs: TokenRefs, spread: Spread) -> Row:
         for at, index in piece_slices(row, gamma, spread)
     ]
     length = jnp.minimum(refs.lengths[row], gamma)
-    return Row(row, length, stop_ids_of(row, refs.stops), refs.target[row, gamma], pieces)
-
-
-def stop_ids_of(row: Any, stops: Any | None) -> list[Any]:
-    """The stop tokens of a row, scalars."""
-    return [] if stops is None else [stops[row, m] for m in range(stops.shape[1])]
+    return Row(row, length, refs.stop_ids(row), refs.target[row, gamma], pieces)
 
 
 def is_stop(tokens: Array, stop_ids: list[Any]) -> Array | int:
