@@ -1,4 +1,4 @@
-"""Attention of many query rows over heads of 64 channels, on Hopper's matrix units."""
+"""Attention of many query rows over heads of 64 or 128 channels, on Hopper's matrix units."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.gpu import gpu_in_use
+from jspec.ops.attention.dense import attention_sizes
 from jspec.typing import Array
 
 # As in src/attention/attention.h.
-CHANNELS = 64  # of a key and of a value
+CHANNELS = (64, 128)  # of a key and of a value
 MAX_ROWS = 128  # T * G: query rows of a KV head
 MAX_TOKENS = 32  # T
-PARTS = 16  # into which the slots of a KV head are split
+MAX_PARTS = 32  # into which the slots of a KV head are split
 
 
 def attention_cuda(
@@ -54,8 +56,9 @@ def scored_attention_cuda(
 def _launch(target: str, *arrays: Array, scale: float) -> tuple[Array, ...]:
     q, k = arrays[:2]
     (batch, tokens, heads, size), (slots, kv_heads) = q.shape, k.shape[1:3]
-    parts = (batch, kv_heads, PARTS, tokens * heads // kv_heads)
-    shapes = [q.shape[:3], (*parts, size), (*parts, 2)]
+    parts = tuned.block(target, "cuda", attention_sizes(q, k))["parts"]
+    lead = (batch, kv_heads, parts, tokens * heads // kv_heads)
+    shapes = [q.shape[:3], (*lead, size), (*lead, 2)]
     if len(arrays) == 5:
         shapes.append((batch, kv_heads, slots))
     floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -65,6 +68,7 @@ def _launch(target: str, *arrays: Array, scale: float) -> tuple[Array, ...]:
         *arrays,
         vmap_method="sequential",
         scale=np.float32(scale),
+        parts=np.int32(parts),
     )
 
 
@@ -82,16 +86,16 @@ def refuses(
     batch, tokens, heads, size = q.shape
     slots, kv_heads = k.shape[1:3]
     rows = tokens * heads // max(kv_heads, 1)
-    # What only scores is one row more.
+    # The probe is one row more.
     max_rows = MAX_ROWS - len(probe)
     if key_positions is not None:
-        return "key_positions are given, and the kernel takes slots for positions"
+        return "key_positions are passed, and the kernel takes slots for positions"
     if v is None:
         return "the values are in the keys"
     if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
         return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16"
-    if size != CHANNELS or v.shape[3] != CHANNELS:
-        return f"H={size} and H'={v.shape[3]} are not {CHANNELS}"
+    if size not in CHANNELS or v.shape[3] != size:
+        return f"H={size} and H'={v.shape[3]} are not both {' or both '.join(map(str, CHANNELS))}"
     if window is not None or softcap is not None:
         return f"window={window}, softcap={softcap}: the kernel supports neither"
     if tokens > MAX_TOKENS or rows > max_rows:
@@ -101,9 +105,9 @@ def refuses(
     if slots % 8:
         return f"S={slots} is not a multiple of 8; round the capacity up"
     if batch * rows * kv_heads * slots == 0:
-        return f"q {q.shape} or k {k.shape} holds nothing"
-    if batch * kv_heads * max(slots, PARTS * rows) > 2**31 - 1:
-        return f"q {q.shape} and k {k.shape} are more than int32 counts"
+        return f"q {q.shape} or k {k.shape} is empty"
+    if batch * kv_heads * max(slots, MAX_PARTS * rows) > 2**31 - 1:
+        return f"q {q.shape} and k {k.shape} have more elements than int32 counts"
     return None
 
 

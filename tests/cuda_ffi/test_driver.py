@@ -16,6 +16,7 @@ PROGRAMS = {
     "stochastic.cu": ("sample/stochastic.cu",),
     "select.cu": ("select/select.cu",),
     "hashed.cu": ("hashed/hashed.cu",),
+    "attention.cu": ("attention/attention.cu",),
 }
 
 
@@ -29,8 +30,9 @@ def driver(request, tmp_path_factory) -> Path:
         pytest.skip(str(error))
     program = tmp_path_factory.mktemp("driver") / "driver"
     kernels = [build.SRC / name for name in PROGRAMS[request.param]]
+    gpu = toolchain.SOME_GPUS.get(kernels[0].parent.name, ("-arch=native",))
     sources = [Path(__file__).parent / request.param, *kernels]
-    options = ["-std=c++17", "-O3", "-arch=native", "-lineinfo", f"-I{build.SRC}", "-o", program]
+    options = ["-std=c++17", "-O3", *gpu, "-lineinfo", f"-I{build.SRC}", "-o", program]
     subprocess.run([nvcc, *options, *sources], check=True)
     return program
 

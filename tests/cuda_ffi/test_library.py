@@ -74,6 +74,7 @@ HALVES = [((B, *shape, 64), jnp.bfloat16) for shape in ((3, 4), (16, 2), (16, 2)
 ATTENDED = [*HALVES, ((B, 3), jnp.int32)]
 PARTS = [((B, 2, 16, 6, size), jnp.float32) for size in (64, 2)]
 RESULTS = [HALVES[0], ((B, 3, 4), jnp.float32), *PARTS]
+ATTENTION = {"scale": np.float32(0.1), "parts": np.int32(16)}
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
@@ -132,11 +133,11 @@ CALLS = {
     ),
     "fetch_ahead": ([*COLUMNS, FETCHED, KV], [*ROOMS, KV], {"near": np.bool_(False)}, {3: 2}),
     "store_rows": ([*COLUMNS, *ROOMS, ((B, 4), jnp.int32)], COLUMNS, {}, {0: 0, 1: 1}),
-    "attention": (ATTENDED, RESULTS, {"scale": np.float32(0.1)}, None),
+    "attention": (ATTENDED, RESULTS, ATTENTION, None),
     "scored_attention": (
         [*ATTENDED, ((B, 2, 64), jnp.bfloat16)],
         [*RESULTS, ((B, 2, 16), jnp.float32)],
-        {"scale": np.float32(0.1)},
+        ATTENTION,
         None,
     ),
     "hash_select": (
@@ -229,6 +230,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ("hash_select", {"chunk": np.int32(300)}, "chunk=300 must be a power of 2 in 256"),
         ("hash_select", {"parts": np.int32(0)}, r"parts=0 in 1\.\.1024"),
         ("hash_attention", {"tail": np.int32(0)}, "tail=0 must be"),
+        ("attention", {"parts": np.int32(33)}, "33 parts must have .* up to 32 parts"),
         ("select", {"counted": np.int32(0)}, "counted=0 must be at least 256"),
         ("select", {"sinks": np.int32(-1)}, r"sinks=-1 and recent=0 must be \[\.\.\., k\]"),
         ("linear_chain", {"added": np.zeros(1, np.int32)}, r"added\[0\]=0 is no product before it"),
@@ -247,6 +249,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         "chunk",
         "parts",
         "tail",
+        "attention-parts",
         "none",
         "sinks",
         "added",

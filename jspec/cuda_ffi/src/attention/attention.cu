@@ -1,9 +1,9 @@
 // Attention of many query rows over a long cache, on the matrix units of Hopper.
 //
-// A program takes a part of a head's keys at a time. A warp copies keys and values into shared
-// memory; four warpgroups compute, each of one of two tiles of query rows over one half of every
-// block of keys, so that the products of some run beside the softmax of others. docs/attention.md
-// says more.
+// A program takes one part of a head's keys after the other. A warp copies keys and values into
+// shared memory; warpgroups compute, each of one tile of query rows over one half of every block of
+// keys, or over both halves, so that the matmuls of some run during the softmax of others.
+// docs/attention.md says more.
 #include <algorithm>
 #include <type_traits>
 
@@ -14,31 +14,41 @@
 namespace jspec {
 namespace {
 
-constexpr int kComputing = 4, kThreads = (kComputing + 1) * kWarpgroup;  // warpgroups, and threads
-constexpr int kStages = 5;              // blocks of keys, and of values, on their way
-constexpr uintptr_t kAlignment = 1024;  // of blocks, for copies and products
-constexpr float kLog2e = 1.4426950408889634f;
-// How much a row's maximum may grow, in powers of 2, before what was summed is scaled.
-constexpr float kSlack = 8.0f;
-// Of a thread. A warpgroup that wants more than a program begins with would wait for ever.
-constexpr int kComputeRegisters = 112, kCopyRegisters = 24;
-static_assert(kComputing * kComputeRegisters + kCopyRegisters <=
-              (kComputing + 1) * (65536 / kThreads / 8 * 8));
+constexpr uintptr_t kAlignment = 1024;  // of blocks, for copies and matmuls
 
+// What depends on the channels of a head: warpgroups that compute, stages (blocks of keys, and of
+// values, in flight) and registers per thread. With 64 channels two tiles of query rows have two
+// warpgroups each. With 128, whose sums are twice as many, two warpgroups have a tile together, or
+// one each where there are two tiles.
+template <int kChannels>
+struct Shape {
+  static constexpr int kChunks = kChannels / kChunk, kBlockBytes = kChunks * kChunkBytes;
+  static constexpr int kComputing = kChunks == 1 ? 4 : 2, kStages = kChunks == 1 ? 5 : 3;
+  static constexpr int kThreads = (kComputing + 1) * kWarpgroup;
+  static constexpr int kComputeRegisters = kChunks == 1 ? 112 : 240, kCopyRegisters = 24;
+  // A warpgroup that requests more than what a program begins with would wait for ever.
+  static_assert(kComputing * kComputeRegisters + kCopyRegisters <=
+                (kComputing + 1) * (65536 / kThreads / 8 * 8));
+};
+
+template <int kChannels>
 struct Shared {
-  alignas(kAlignment) char keys[kStages][kBlockBytes];
-  alignas(kAlignment) char values[kStages][kBlockBytes];
-  // What the second half of the keys gave to the threads of each tile, on its way to the first's.
-  float4 joined[2][9][kWarpgroup];
-  uint64_t last_full;  // a block of values that ends beyond the length
+  static constexpr int kStages = Shape<kChannels>::kStages;
+  alignas(kAlignment) char keys[kStages][Shape<kChannels>::kBlockBytes];
+  alignas(kAlignment) char values[kStages][Shape<kChannels>::kBlockBytes];
+  // A chunk of the sums over second halves of blocks, and maximum and sum of the weights, on their
+  // way to the warpgroups that have the first halves.
+  float4 joined[Shape<kChannels>::kComputing / 2][9][kWarpgroup];
+  uint64_t last_full;  // a block of values that ends past the length
   uint64_t keys_full[kStages], keys_free[kStages], values_full[kStages], values_free[kStages];
 };
 
-// Barriers between the warpgroups of a tile's halves, by the tile: what is joined is there, and the
-// memory for it is free.
+// Barriers between the warpgroups of a tile's halves, by the tile: `joined` is written, and may be
+// written again.
 constexpr int kJoined = 1, kFree = 3;
 
 // A place in the ring of stages.
+template <int kStages>
 struct Place {
   int slot = 0;
   uint32_t phase = 0;
@@ -48,47 +58,51 @@ struct Place {
   }
 };
 
-// What there is to do: a part of the keys of a row's head.
+// A work item: a part of the keys of a row's head.
 struct Item {
-  int row, head, part;
+  int row, head, part, parts;
 
   __device__ Item(const Attention& a, int index)
-      : row(index / (a.kv_heads * kParts)),
+      : row(index / (a.kv_heads * a.parts)),
         head(index % a.kv_heads),
-        part(index / a.kv_heads % kParts) {}
+        part(index / a.kv_heads % a.parts),
+        parts(a.parts) {}
 
-  // The blocks of this part among so many of a row.
+  // How many of the first `blocks` blocks of a row belong to this part.
   __device__ int count(int blocks) const {
-    return blocks > part ? (blocks - part + kParts - 1) / kParts : 0;
+    return blocks > part ? (blocks - part + parts - 1) / parts : 0;
   }
-  __device__ int first_key(int block) const { return (block * kParts + part) * kBlock; }
+  __device__ int first_key(int block) const { return (block * parts + part) * kBlock; }
 };
 
-// A lane's position of a row's queries.
+// The position of a row's query number `lane`, -1 for none.
 __device__ int lane_position(const Attention& a, int row, int lane) {
   return lane < a.tokens ? a.positions[int64_t(row) * a.tokens + lane] : -1;
 }
 
+// Where the keys end that some query reads.
 __device__ int end_of(const Attention& a, int position) {
   return min(__reduce_max_sync(kAllLanes, position) + 1, a.slots);
 }
 
-// Where the keys end that all queries see.
-__device__ int common_of(int position) {
+// Where the keys end that all queries read.
+__device__ int common_end_of(int position) {
   return __reduce_min_sync(kAllLanes, position < 0 ? INT32_MAX - 1 : position) + 1;
 }
 
-// What a warp does that copies all keys and values of this program's items.
+// The warp that copies all keys and values of this program's items.
+template <int kChannels>
 __device__ void copy_all(const Attention& a, const CUtensorMap& keys, const CUtensorMap& values,
-                         Shared& shared, int items) {
+                         Shared<kChannels>& shared, int items) {
+  constexpr int kChunks = Shape<kChannels>::kChunks;
   const int lane = threadIdx.x % 32;
-  Place place;
+  Place<Shape<kChannels>::kStages> place;
   uint32_t last_phase = 0;
   int position = lane_position(a, Item(a, blockIdx.x).row, lane);
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const Item item(a, index);
     const int end = end_of(a, position);
-    // Read an item ahead.
+    // Read one item ahead.
     position = lane_position(a, Item(a, min(index + gridDim.x, items - 1)).row, lane);
     const int count = item.count((end + kBlock - 1) / kBlock);
     for (int i = 0; i < count; ++i) {
@@ -96,20 +110,23 @@ __device__ void copy_all(const Attention& a, const CUtensorMap& keys, const CUte
       char* to = shared.values[slot];
       barrier_wait(&shared.keys_free[slot], place.phase ^ 1);
       if (lane == 0) {
-        copy_block(shared.keys[slot], keys, item.row, key, item.head, &shared.keys_full[slot]);
+        copy_block<kChunks>(shared.keys[slot], keys, item.row, key, item.head,
+                            &shared.keys_full[slot]);
       }
       barrier_wait(&shared.values_free[slot], place.phase ^ 1);
       const bool whole = key + kBlock <= end;
       uint64_t* full = whole ? &shared.values_full[slot] : &shared.last_full;
-      if (lane == 0) copy_block(to, values, item.row, key, item.head, full);
+      if (lane == 0) copy_block<kChunks>(to, values, item.row, key, item.head, full);
       if (!whole) {
-        // Slots beyond the length may hold anything, and 0 * NaN is NaN.
+        // Slots past the length may hold anything, and 0 * NaN is NaN.
         barrier_wait(full, last_phase);
         last_phase ^= 1;
-        for (int at = (end - key) * kRowBytes + lane * 16; at < kBlockBytes; at += 32 * 16) {
-          *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          for (int at = (end - key) * kRowBytes + lane * 16; at < kChunkBytes; at += 32 * 16) {
+            *reinterpret_cast<uint4*>(to + chunk * kChunkBytes + at) = {0, 0, 0, 0};
+          }
         }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        publish_stores();
         __syncwarp();
         if (lane == 0) barrier_arrive(&shared.values_full[slot]);
       }
@@ -118,131 +135,79 @@ __device__ void copy_all(const Attention& a, const CUtensorMap& keys, const CUte
   }
 }
 
-// The running softmax of the query rows of a thread: two, or one if the tile's other rows are void.
-template <int kRows>
-struct Softmax {
-  float top[kRows], sum[kRows], decay[kRows];
-  int last[kRows];  // the last position that a row sees
-  float unit;       // of scores in powers of 2
-
-  // The weights of 64 keys from `key` on, as the left factor of a product. Whether `decay` has to
-  // be applied to what was summed before.
-  template <bool kMasked>
-  __device__ bool weigh(float (&scores)[32], uint32_t (&weights)[4][4], int key) {
-    float most[kRows][2];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float& score = scores[4 * i + 2 * row + j];
-          const int here = key + 8 * i + 2 * (threadIdx.x % 4) + j;
-          if (kMasked && here > last[row]) score = -INFINITY;
-          most[row][j] = i ? fmaxf(most[row][j], score) : score;
-        }
-      }
-    }
-    float highest[kRows];
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) highest[row] = fmaxf(most[row][0], most[row][1]);
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        highest[row] = fmaxf(highest[row], __shfl_xor_sync(kAllLanes, highest[row], lanes));
-      }
-    }
-    bool grew = false;
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      highest[row] *= unit;
-      const bool grows = highest[row] > top[row] + kSlack;
-      const float higher = grows ? highest[row] : top[row];
-      decay[row] = exp2_fast(top[row] - higher);
-      grew |= grows;
-      top[row] = higher;
-      float sums[2] = {sum[row] * decay[row], 0};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float low = exp2_fast(fmaf(scores[4 * i + 2 * row], unit, -higher));
-        const float high = exp2_fast(fmaf(scores[4 * i + 2 * row + 1], unit, -higher));
-        sums[0] += low;
-        sums[1] += high;
-        weights[i / 2][i % 2 * 2 + row] = packed(low, high);
-      }
-      sum[row] = sums[0] + sums[1];
-    }
-    return __any_sync(kAllLanes, grew);
-  }
-
-  __device__ void apply_decay(float (&out)[32]) const {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        out[4 * i + 2 * row] *= decay[row];
-        out[4 * i + 2 * row + 1] *= decay[row];
-      }
-    }
-  }
-};
-
-// What a warpgroup computes: of each item, over a half of each block of keys, the partial result of
-// a tile's rows, from `first` on. A tile of 64 rows is full, or half of it is void: every other
-// eight rows.
-template <bool kFull>
-__device__ void compute(const Attention& a, Shared& shared, int items, int tile, int half,
-                        int first) {
-  constexpr int kRows = kFull ? 2 : 1;
+// A warpgroup that computes: for each item, the partial result of the query rows of a tile, from
+// `first` on, over half `half` of each block of keys, or over both halves if kBoth. A tile has 64
+// rows if kFull; otherwise every other eight of its rows are unused. `probes`: the last row of the
+// tile is the query that only scores.
+template <int kChannels, bool kFull, bool kBoth>
+__device__ void compute(const Attention& a, Shared<kChannels>& shared, int items, int tile,
+                        int half, int first, bool probes) {
+  constexpr int kRows = kFull ? 2 : 1, kChunks = Shape<kChannels>::kChunks;
+  constexpr int kStages = Shape<kChannels>::kStages, kSteps = kBoth ? 2 : 1;  // steps per block
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
   const int eighth = lane / 4, quarter = lane % 4, rows = a.tokens * a.group;
-  int own[kRows];
-  for (int i = 0; i < kRows; ++i) own[i] = first + warp * 8 * kRows + eighth + 8 * i;
-  // The query that only scores is the last row of the last tile, which nothing else needs.
-  const bool is_probe = a.probe && tile == 1 && warp == 3 && eighth == 7;
-  Place place;
+  int row_of[kRows];
+  for (int i = 0; i < kRows; ++i) row_of[i] = first + warp * 8 * kRows + eighth + 8 * i;
+  const bool is_probe = probes && warp == 3 && eighth == 7;
+  Place<kStages> place;
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const Item item(a, index);
     const int64_t head = int64_t(item.row) * a.kv_heads + item.head;
     const int position = lane_position(a, item.row, lane);
     Softmax<kRows> softmax;
     softmax.unit = a.scale * kLog2e;
+    softmax.clear();
     for (int i = 0; i < kRows; ++i) softmax.last[i] = -1;
-    uint32_t q[4][4] = {}, weights[4][4] = {};
+    uint32_t q[kChannels / 16][4] = {}, weights[4][4] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint16_t* source = nullptr;
       if (i == 1 && is_probe) source = a.probe + head * kChannels;
-      if (i < kRows && own[i % kRows] < rows) {
-        const int token = own[i % kRows] / a.group, query = own[i % kRows] % a.group;
-        const int64_t before = int64_t(item.row) * a.tokens + token;
-        softmax.last[i % kRows] = min(a.positions[before], a.slots - 1);
-        source = a.q + ((before * a.kv_heads + item.head) * a.group + query) * kChannels;
+      if (i < kRows && row_of[i % kRows] < rows) {
+        const int token = row_of[i % kRows] / a.group, query = row_of[i % kRows] % a.group;
+        const int64_t at_token = int64_t(item.row) * a.tokens + token;
+        softmax.last[i % kRows] = min(a.positions[at_token], a.slots - 1);
+        source = a.q + ((at_token * a.kv_heads + item.head) * a.group + query) * kChannels;
       }
       if (source) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < kChannels / 8; ++j) {
           const uint16_t* pair = source + 8 * j + 2 * quarter;
           q[j / 2][j % 2 * 2 + i] = *reinterpret_cast<const uint32_t*>(pair);
         }
       }
-      if (i < kRows) softmax.top[i] = kLowest, softmax.sum[i] = 0;
     }
-    const int end = end_of(a, position), common = min(common_of(position), end);
-    const int count = item.count((end + kBlock - 1) / kBlock), plain = item.count(common / kBlock);
-    if (!count) continue;
+    const int end = end_of(a, position), common = min(common_end_of(position), end);
+    const int steps = kSteps * item.count((end + kBlock - 1) / kBlock);
+    const int unmasked = kSteps * item.count(common / kBlock);
+    const int64_t part = (head * a.parts + item.part) * rows;
+    float2* sums_of = reinterpret_cast<float2*>(a.partial_sums) + part;
+    const bool writes = kBoth || half == 0;
+    if (!steps) {
+      for (int i = 0; i < kRows; ++i) {
+        if (writes && quarter == 0 && row_of[i] < rows) sums_of[row_of[i]] = {kLowest, 0};
+      }
+      continue;
+    }
 
-    float out[32] = {}, scores[32];
+    float out[kChunks][32] = {}, scores[32];
+    const auto half_of = [&](int step) { return kBoth ? step % 2 : half; };
     const auto wait = [&](uint64_t (&barriers)[kStages]) {
       barrier_wait(&barriers[place.slot], place.phase);
     };
     const auto release = [&](uint64_t (&barriers)[kStages], int slot) {
       if (lane == 0) barrier_arrive(&barriers[slot]);
     };
-    const auto step = [&](auto masked, int i) {
+    // The scores of a step; its keys are free after the last step of a block. Past the last step
+    // this multiplies anything, and nothing reads it.
+    const auto score = [&](int step) {
+      multiply_keys<kChannels>(scores, q, shared.keys[place.slot] + half_of(step) * kHalfBytes);
+      await_matmul(scores);
+      if (step < steps && step % kSteps == kSteps - 1) release(shared.keys_free, place.slot);
+    };
+    const auto take = [&](auto masked, int step) {
       constexpr bool kMasked = decltype(masked)::value;
-      const int key = item.first_key(i) + half * kHalf, slot = place.slot;
+      const int key = item.first_key(step / kSteps) + half_of(step) * kHalf, slot = place.slot;
       if (__builtin_expect(is_probe, false)) {
         float* to = a.scores + head * a.slots + key + 2 * quarter;
         for (int j = 0; j < 8; ++j) {
@@ -252,119 +217,138 @@ __device__ void compute(const Attention& a, Shared& shared, int items, int tile,
           }
         }
       }
-      if (softmax.template weigh<kMasked>(scores, weights, key)) softmax.apply_decay(out);
-      wait(shared.values_full);
-      add_values(out, weights, shared.values[slot] + half * kHalfBytes);
-      place = place.next();
-      const bool more = i + 1 < count;
-      if (more) wait(shared.keys_full);
-      // Behind the last block this multiplies anything, and nothing reads it.
-      await_product<0>(out);
-      release(shared.values_free, slot);
-      multiply_keys(scores, q, shared.keys[place.slot] + half * kHalfBytes);
-      await_product<0>(scores);
-      if (more) release(shared.keys_free, place.slot);
+      const auto position_of = [&](int i, int j) { return key + 8 * i + 2 * quarter + j; };
+      if (softmax.template weigh<kMasked, 8>(scores, weights, position_of)) {
+        for (int chunk = 0; chunk < kChunks; ++chunk) softmax.apply_decay(out[chunk]);
+      }
+      if (step % kSteps == 0) wait(shared.values_full);
+      add_values<kChunks>(out, weights, shared.values[slot] + half_of(step) * kHalfBytes);
+      const bool ends_block = step % kSteps == kSteps - 1;
+      if (ends_block) {
+        place = place.next();
+        if (step + 1 < steps) wait(shared.keys_full);
+      }
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) await_matmul(out[chunk]);
+      if (ends_block) release(shared.values_free, slot);
+      score(step + 1);
     };
 
     wait(shared.keys_full);
-    multiply_keys(scores, q, shared.keys[place.slot] + half * kHalfBytes);
-    await_product<0>(scores);
-    release(shared.keys_free, place.slot);
-    int i = 0;
-    for (; i < plain; ++i) step(std::false_type(), i);
-    for (; i < count; ++i) step(std::true_type(), i);
+    score(0);
+    int step = 0;
+    for (; step < unmasked; ++step) take(std::false_type(), step);
+    for (; step < steps; ++step) take(std::true_type(), step);
 
-    // Both halves as one.
-    float4* joined = shared.joined[tile][0] + thread;
-    if (half) {
-      named_barrier_sync(kFree + tile);
+    softmax.join_sums();
+    if constexpr (!kBoth) {
+      // The sums of both halves, one chunk of channels after the other.
+      float4* joined = shared.joined[tile][0] + thread;
+      float share[kRows], other[kRows];
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        joined[c * kWarpgroup] = {out[4 * c], out[4 * c + 1], out[4 * c + 2], out[4 * c + 3]};
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        float(&sums)[32] = out[chunk];
+        if (half) {
+          named_barrier_sync(kFree + tile);
+#pragma unroll
+          for (int c = 0; c < 8; ++c) {
+            joined[c * kWarpgroup] = {sums[4 * c], sums[4 * c + 1], sums[4 * c + 2],
+                                      sums[4 * c + 3]};
+          }
+          joined[8 * kWarpgroup] = {softmax.top[0], softmax.sum[0], softmax.top[kRows - 1],
+                                    softmax.sum[kRows - 1]};
+          named_barrier_arrive(kJoined + tile);
+          continue;
+        }
+        named_barrier_arrive(kFree + tile);
+        named_barrier_sync(kJoined + tile);
+        if (chunk == 0) {
+          const float4 theirs = joined[8 * kWarpgroup];
+          const float their_top[2] = {theirs.x, theirs.z}, their_sum[2] = {theirs.y, theirs.w};
+#pragma unroll
+          for (int j = 0; j < kRows; ++j) {
+            const float top = fmaxf(softmax.top[j], their_top[j]);
+            share[j] = exp2_fast(softmax.top[j] - top), other[j] = exp2_fast(their_top[j] - top);
+            softmax.sum[j] = softmax.sum[j] * share[j] + their_sum[j] * other[j];
+            softmax.top[j] = top;
+          }
+        }
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          const float4 theirs = joined[c * kWarpgroup];
+          const float their[4] = {theirs.x, theirs.y, theirs.z, theirs.w};
+#pragma unroll
+          for (int j = 0; j < 2 * kRows; ++j) {
+            sums[4 * c + j] = sums[4 * c + j] * share[j / 2] + their[j] * other[j / 2];
+          }
+        }
       }
-      joined[8 * kWarpgroup] = {softmax.top[0], softmax.sum[0], softmax.top[kRows - 1],
-                                softmax.sum[kRows - 1]};
-      named_barrier_arrive(kJoined + tile);
-      continue;
+      if (half) continue;
     }
-    named_barrier_arrive(kFree + tile);
-    named_barrier_sync(kJoined + tile);
-    const float4 sums = joined[8 * kWarpgroup];
-    const float other_top[2] = {sums.x, sums.z}, other_sum[2] = {sums.y, sums.w};
-    float share[kRows], other[kRows];
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      const float top = fmaxf(softmax.top[j], other_top[j]);
-      share[j] = exp2_fast(softmax.top[j] - top), other[j] = exp2_fast(other_top[j] - top);
-      float sum = softmax.sum[j] * share[j] + other_sum[j] * other[j];
-      sum += __shfl_xor_sync(kAllLanes, sum, 1);
-      sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      softmax.top[j] = top, softmax.sum[j] = sum;
-    }
+      if (row_of[j] >= rows) continue;
+      if (quarter == 0) sums_of[row_of[j]] = {softmax.top[j], softmax.sum[j]};
+      float* to = a.partial_out + (part + row_of[j]) * kChannels;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const float4 theirs = joined[c * kWarpgroup];
-      const float their[4] = {theirs.x, theirs.y, theirs.z, theirs.w};
-#pragma unroll
-      for (int j = 0; j < 2 * kRows; ++j) {
-        out[4 * c + j] = out[4 * c + j] * share[j / 2] + their[j] * other[j / 2];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      if (own[j] >= rows) continue;
-      const int64_t to = (head * kParts + item.part) * rows + own[j];
-      if (quarter == 0) {
-        reinterpret_cast<float2*>(a.partial_sums)[to] = {softmax.top[j], softmax.sum[j]};
-      }
-      // A thread's channels lie beside each other; the merge knows which they are.
-      float4* place = reinterpret_cast<float4*>(a.partial_out + to * kChannels) + 4 * quarter;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float* from = out + 8 * c + 2 * j;
-        place[c] = {from[0], from[1], from[4], from[5]};
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        if (j == 0) write_part<0>(to + chunk * kChunk, out[chunk]);
+        if (j == 1) write_part<1>(to + chunk * kChunk, out[chunk]);
       }
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1)
+template <int kChannels>
+__global__ void __launch_bounds__(Shape<kChannels>::kThreads, 1)
     attention_parts(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap keys,
                     const __grid_constant__ CUtensorMap values) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Shape = Shape<kChannels>;
   extern __shared__ char memory[];
   const uintptr_t begin = reinterpret_cast<uintptr_t>(memory);
-  Shared& shared = *reinterpret_cast<Shared*>((begin + kAlignment - 1) & ~(kAlignment - 1));
+  auto& shared = *reinterpret_cast<Shared<kChannels>*>((begin + kAlignment - 1) & ~(kAlignment - 1));
   if (threadIdx.x == 0) {
     barrier_init(&shared.last_full, 1);
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Shape::kStages; ++i) {
       barrier_init(&shared.keys_full[i], 1);
       barrier_init(&shared.values_full[i], 1);
-      barrier_init(&shared.keys_free[i], kComputing * 4);  // a lane of each warp
-      barrier_init(&shared.values_free[i], kComputing * 4);
+      barrier_init(&shared.keys_free[i], Shape::kComputing * 4);  // a lane of each warp
+      barrier_init(&shared.values_free[i], Shape::kComputing * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __syncthreads();
-  const int items = a.batch * a.kv_heads * kParts, rows = a.tokens * a.group;
+  const int items = a.batch * a.kv_heads * a.parts, rows = a.tokens * a.group;
   const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0);
-  if (warpgroup == kComputing) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
-    if (threadIdx.x % kWarpgroup < 32) copy_all(a, keys, values, shared, items);
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kComputeRegisters));
+  const bool scored = a.probe != nullptr;
+  if (warpgroup == Shape::kComputing) {
+    release_registers<Shape::kCopyRegisters>();
+    if (threadIdx.x % kWarpgroup < 32) copy_all<kChannels>(a, keys, values, shared, items);
+  } else if constexpr (kChannels == 64) {
+    take_registers<Shape::kComputeRegisters>();
     const int tile = warpgroup / 2, half = warpgroup % 2, first = tile * (rows > 64 ? 64 : 32);
-    // Rows that are void cost no softmax: a tile is full only where it must be.
+    // Unused rows cost no softmax: a tile is full only where it must be.
     if (rows > (tile ? 96 : 64)) {
-      compute<true>(a, shared, items, tile, half, first);
+      compute<kChannels, true, false>(a, shared, items, tile, half, first, scored && tile);
     } else {
-      compute<false>(a, shared, items, tile, half, first);
+      compute<kChannels, false, false>(a, shared, items, tile, half, first, scored && tile);
+    }
+  } else {
+    take_registers<Shape::kComputeRegisters>();
+    const int half = warpgroup;
+    if (rows + scored > 64) {
+      compute<kChannels, true, true>(a, shared, items, half, 0, half * 64, scored && half);
+    } else if (rows > 32) {
+      compute<kChannels, true, false>(a, shared, items, 0, half, 0, scored);
+    } else {
+      compute<kChannels, false, false>(a, shared, items, 0, half, 0, scored);
     }
   }
 #endif
 }
 
-// How copies find the blocks of a cache. Returns what went wrong, or null.
+// How copies find the blocks of a cache. Returns the error's message, or null.
 const char* map_of(const Attention& a, const uint16_t* cache, CUtensorMap* map) {
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -377,15 +361,29 @@ const char* map_of(const Attention& a, const uint16_t* cache, CUtensorMap* map) 
 #endif
   if (error != cudaSuccess) return cudaGetErrorString(error);
   if (found != cudaDriverEntryPointSuccess) return "the driver has no cuTensorMapEncodeTiled";
-  const cuuint64_t heads = a.kv_heads, slots = a.slots;
-  const cuuint64_t sizes[] = {kChannels, heads, slots, cuuint64_t(a.batch)};
-  const cuuint64_t strides[] = {kRowBytes, heads * kRowBytes, slots * heads * kRowBytes};
-  const cuuint32_t box[] = {kChannels, 1, kBlock, 1}, steps[] = {1, 1, 1, 1};
+  const cuuint64_t channels = a.channels, heads = a.kv_heads, slots = a.slots;
+  const cuuint64_t head_bytes = channels * 2, slot_bytes = heads * head_bytes;
+  const cuuint64_t sizes[] = {channels, heads, slots, cuuint64_t(a.batch)};
+  const cuuint64_t strides[] = {head_bytes, slot_bytes, slots * slot_bytes};
+  const cuuint32_t box[] = {kChunk, 1, kBlock, 1}, steps[] = {1, 1, 1, 1};
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
       map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<uint16_t*>(cache), sizes, strides, box,
       steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused the cache";
+}
+
+template <int kChannels>
+const char* launch_parts(const Attention& a, const CUtensorMap& keys, const CUtensorMap& values,
+                         Stream stream) {
+  int device, multiprocessors;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int blocks = std::min(a.batch * a.kv_heads * a.parts, multiprocessors);
+  constexpr int kBytes = sizeof(Shared<kChannels>) + kAlignment;
+  static_assert(kBytes <= 227 * 1024);
+  return launch_behind(attention_parts<kChannels>, blocks, Shape<kChannels>::kThreads, kBytes,
+                       false, stream, a, keys, values);
 }
 
 }  // namespace
@@ -394,18 +392,11 @@ const char* attention(const Attention& a, Stream stream) {
   CUtensorMap keys, values;
   if (const char* refused = map_of(a, a.k, &keys)) return refused;
   if (const char* refused = map_of(a, a.v, &values)) return refused;
-  int device, multiprocessors;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int bytes = sizeof(Shared) + kAlignment;
-  const cudaError_t error = cudaFuncSetAttribute(
-      attention_parts, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  const int items = a.batch * a.kv_heads * kParts;
-  attention_parts<<<std::min(items, multiprocessors), kThreads, bytes, stream>>>(a, keys, values);
-  const int64_t rows = int64_t(a.batch) * a.kv_heads * a.tokens * a.group;
-  attention_merge<<<(rows + 15) / 16, 256, 0, stream>>>(a);
-  return launch_error();
+  const auto launch = a.channels == 64 ? launch_parts<64> : launch_parts<128>;
+  if (const char* failed = launch(a, keys, values, stream)) return failed;
+  return launch_merge(Merge{a.partial_out, a.partial_sums, a.positions, a.out, a.lse, a.batch,
+                            a.tokens, a.kv_heads, a.group, a.parts},
+                      a.channels, stream);
 }
 
 }  // namespace jspec

@@ -1,37 +1,39 @@
-// Attention of up to 128 query rows a key-value head, of 64 channels: arguments, and the launch
-// behind the handler. What the arrays mean is said in jspec/ops/attention; values are bfloat16.
+// Attention of up to 128 query rows per key-value head, of 64 or 128 channels: arguments and launch.
+// The arrays are those of jspec/ops/attention; queries, keys, values and outputs are bfloat16.
 #pragma once
 
 #include "common/launch.h"
 
 namespace jspec {
 
-constexpr int kChannels = 64;   // of a head
-constexpr int kMostRows = 128;  // query rows that share a key-value head
-constexpr int kMostTokens = 32;
-// A row's keys are dealt out in blocks, block i to part i % kParts, whatever its length.
-constexpr int kBlock = 128, kParts = 16;
+constexpr int kMaxRows = 128;  // query rows that share a key-value head
+constexpr int kMaxTokens = 32;
+constexpr int kMaxParts = 32;
+// The keys of a head are distributed in blocks, block i to part i % parts, whatever their number.
+constexpr int kBlock = 128;
 
 struct Attention {
-  const uint16_t* q;         // [batch, tokens, kv_heads, group, kChannels]
-  const uint16_t* k;         // [batch, slots, kv_heads, kChannels]
+  const uint16_t* q;         // [batch, tokens, kv_heads, group, channels]
+  const uint16_t* k;         // [batch, slots, kv_heads, channels]
   const uint16_t* v;         // as k
   const int32_t* positions;  // [batch, tokens], -1 for padding
-  const uint16_t* probe;     // [batch, kv_heads, kChannels], null for none
+  const uint16_t* probe;     // [batch, kv_heads, channels], null for none
   uint16_t* out;             // as q
   float* lse;                // [batch, tokens, kv_heads, group]
   float* scores;             // [batch, kv_heads, slots] of the probe, null for none
-  float* partial_out;        // [batch, kv_heads, kParts, tokens * group, kChannels]
-  float* partial_sums;       // [batch, kv_heads, kParts, tokens * group, 2]
+  float* partial_out;        // [batch, kv_heads, parts, tokens * group, channels]
+  float* partial_sums;       // [batch, kv_heads, parts, tokens * group, 2]
   int32_t batch;
   int32_t slots;
   int32_t kv_heads;
   int32_t tokens;
   int32_t group;
+  int32_t channels;  // of a head: 64 or 128
+  int32_t parts;     // into which the keys of a head are split
   float scale;
 };
 
-// Returns what went wrong, or null.
+// Returns the error's message, or null.
 const char* attention(const Attention& attention, Stream stream);
 
 }  // namespace jspec

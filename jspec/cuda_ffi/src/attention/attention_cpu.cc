@@ -1,4 +1,4 @@
-// Attention of many query rows on a CPU: one softmax a row, by the definition.
+// Attention of many query rows on a CPU: one softmax per row, by the definition.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -9,17 +9,18 @@
 namespace jspec {
 namespace {
 
-float product(const uint16_t* x, const uint16_t* y) {
+float product(const uint16_t* x, const uint16_t* y, int channels) {
   float sum = 0;
-  for (int i = 0; i < kChannels; ++i) sum += wide(x[i]) * wide(y[i]);
+  for (int i = 0; i < channels; ++i) sum += wide(x[i]) * wide(y[i]);
   return sum;
 }
 
 }  // namespace
 
 const char* attention(const Attention& a, Stream) {
-  const int64_t heads = int64_t(a.kv_heads) * a.group, stride = int64_t(a.kv_heads) * kChannels;
-  std::vector<float> weights(a.slots), sums(kChannels);
+  const int channels = a.channels;
+  const int64_t heads = int64_t(a.kv_heads) * a.group, stride = int64_t(a.kv_heads) * channels;
+  std::vector<float> weights(a.slots), sums(channels);
   for (int64_t row = 0; row < a.batch; ++row) {
     const uint16_t* keys = a.k + row * a.slots * stride;
     const uint16_t* values = a.v + row * a.slots * stride;
@@ -29,19 +30,19 @@ const char* attention(const Attention& a, Stream) {
       const int count = std::min(positions[i / heads] + 1, a.slots);
       float top = -INFINITY, total = 0;
       for (int key = 0; key < count; ++key) {
-        const uint16_t* at = keys + key * stride + head * kChannels;
-        weights[key] = product(a.q + query * kChannels, at) * a.scale;
+        const uint16_t* at = keys + key * stride + head * channels;
+        weights[key] = product(a.q + query * channels, at, channels) * a.scale;
         top = std::max(top, weights[key]);
       }
       std::fill(sums.begin(), sums.end(), 0.0f);
       for (int key = 0; key < count; ++key) {
         const float weight = std::exp(weights[key] - top);
-        const uint16_t* at = values + key * stride + head * kChannels;
+        const uint16_t* at = values + key * stride + head * channels;
         total += weight;
-        for (int c = 0; c < kChannels; ++c) sums[c] += weight * wide(at[c]);
+        for (int c = 0; c < channels; ++c) sums[c] += weight * wide(at[c]);
       }
-      for (int c = 0; c < kChannels; ++c) {
-        a.out[query * kChannels + c] = narrow(count > 0 ? sums[c] / total : 0);
+      for (int c = 0; c < channels; ++c) {
+        a.out[query * channels + c] = narrow(count > 0 ? sums[c] / total : 0);
       }
       a.lse[query] = count > 0 ? top + std::log(total) : -INFINITY;
     }
@@ -51,8 +52,9 @@ const char* attention(const Attention& a, Stream) {
     for (int64_t head = 0; head < a.kv_heads; ++head) {
       const int64_t place = row * a.kv_heads + head;
       for (int key = 0; key < end; ++key) {
-        const uint16_t* at = keys + key * stride + head * kChannels;
-        a.scores[place * a.slots + key] = product(a.probe + place * kChannels, at) * a.scale;
+        const uint16_t* at = keys + key * stride + head * channels;
+        const float score = product(a.probe + place * channels, at, channels);
+        a.scores[place * a.slots + key] = score * a.scale;
       }
     }
   }

@@ -1,13 +1,13 @@
-// The FFI handler of attention of many query rows, with or without a query that only scores.
+// The FFI handlers of attention of many query rows, with or without a query that only scores.
 #include "attention/attention.h"
 #include "common/ffi.h"
 
 namespace jspec {
 
-// Behind output and log-sum-exp are two arrays that the kernels use among themselves. A probe is
-// the last argument, and its scores are the last result.
+// After output and log-sum-exp come two arrays of partial results, which the kernels pass on. A
+// probe is the last argument, and its scores are the last result.
 ffi::Error attend(Stream stream, const ffi::RemainingArgs& arguments,
-                  const ffi::RemainingRets& results, float scale, bool scored) {
+                  const ffi::RemainingRets& results, float scale, int32_t parts, bool scored) {
   ffi::Error error = check_count(arguments, 4 + scored, results, 4 + scored);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
@@ -16,36 +16,39 @@ ffi::Error attend(Stream stream, const ffi::RemainingArgs& arguments,
     return invalid("q ", buffers[0], " and k ", buffers[1], " must be [B, T, N, H], [B, S, K, H]");
   }
   const int64_t batch = q[0], tokens = q[1], heads = q[2], slots = k[1], kv_heads = k[2];
-  const int64_t group = kv_heads > 0 ? heads / kv_heads : 0, rows = tokens * group;
-  const bool fits = group * kv_heads == heads && rows >= 1 && tokens <= kMostTokens &&
-                    rows <= kMostRows - scored && slots >= 1 && slots % 8 == 0 && batch >= 1 &&
-                    batch * kv_heads * std::max(slots, kParts * rows) <= INT32_MAX &&
+  const int64_t channels = q[3], group = kv_heads > 0 ? heads / kv_heads : 0;
+  const int64_t rows = tokens * group;
+  const bool fits = group * kv_heads == heads && rows >= 1 && tokens <= kMaxTokens &&
+                    rows <= kMaxRows - scored && slots >= 1 && slots % 8 == 0 && batch >= 1 &&
+                    (channels == 64 || channels == 128) && parts >= 1 && parts <= kMaxParts &&
+                    batch * kv_heads * std::max(slots, parts * rows) <= INT32_MAX &&
                     slots <= INT32_MAX - 2 * kBlock && scale > 0;
   if (!fits) {
-    return invalid("q ", buffers[0], ", k ", buffers[1], " and scale ", scale, " must have up to ",
-                   kMostTokens, " tokens, ", kMostRows - scored,
-                   " rows a head, slots in eights and a positive scale");
+    return invalid("q ", buffers[0], ", k ", buffers[1], ", scale ", scale, " and ", parts,
+                   " parts must have up to ", kMaxTokens, " tokens, ", kMaxRows - scored,
+                   " rows a head, 64 or 128 channels, slots in eights, a positive scale and up to ",
+                   kMaxParts, " parts");
   }
   const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32;
-  const std::vector<int64_t> cache = {slots, kv_heads, kChannels};
+  const std::vector<int64_t> cache = {slots, kv_heads, channels};
   error = buffers.check(0, batch,
-                        {{"q", BF16, {tokens, heads, kChannels}},
+                        {{"q", BF16, {tokens, heads, channels}},
                          {"k", BF16, cache},
                          {"v", BF16, cache},
                          {"positions", ffi::DataType::S32, {tokens}}});
   if (error.failure()) return error;
   const size_t first = arguments.size();
   if (scored) {
-    error = buffers.check(4, batch, {{"probe", BF16, {kv_heads, kChannels}}});
+    error = buffers.check(4, batch, {{"probe", BF16, {kv_heads, channels}}});
     if (error.failure()) return error;
     error = buffers.check(first + 4, batch, {{"scores", F32, {kv_heads, slots}}});
     if (error.failure()) return error;
   }
   error = buffers.check(first, batch,
-                        {{"out", BF16, {tokens, heads, kChannels}},
+                        {{"out", BF16, {tokens, heads, channels}},
                          {"lse", F32, {tokens, heads}},
-                         {"partial_out", F32, {kv_heads, kParts, rows, kChannels}},
-                         {"partial_sums", F32, {kv_heads, kParts, rows, 2}}});
+                         {"partial_out", F32, {kv_heads, parts, rows, channels}},
+                         {"partial_sums", F32, {kv_heads, parts, rows, 2}}});
   if (error.failure()) return error;
   const auto values = [&](size_t i) { return buffers.data<uint16_t>(i); };
   const auto floats = [&](size_t i) { return buffers.data<float>(i); };
@@ -55,26 +58,26 @@ ffi::Error attend(Stream stream, const ffi::RemainingArgs& arguments,
                 scored ? floats(first + 4) : nullptr, floats(first + 2), floats(first + 3),
                 static_cast<int32_t>(batch), static_cast<int32_t>(slots),
                 static_cast<int32_t>(kv_heads), static_cast<int32_t>(tokens),
-                static_cast<int32_t>(group), scale},
+                static_cast<int32_t>(group), static_cast<int32_t>(channels), parts, scale},
       stream));
 }
 
 ffi::Error attend_alone(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                        float scale) {
-  return attend(stream, arguments, results, scale, false);
+                        float scale, int32_t parts) {
+  return attend(stream, arguments, results, scale, parts, false);
 }
 
 ffi::Error attend_and_score(Stream stream, ffi::RemainingArgs arguments,
-                            ffi::RemainingRets results, float scale) {
-  return attend(stream, arguments, results, scale, true);
+                            ffi::RemainingRets results, float scale, int32_t parts) {
+  return attend(stream, arguments, results, scale, parts, true);
 }
 
 }  // namespace jspec
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_attention, jspec::attend_alone,
-                              JSPEC_BIND().Attr<float>("scale"),
+                              JSPEC_BIND().Attr<float>("scale").Attr<int32_t>("parts"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_scored_attention, jspec::attend_and_score,
-                              JSPEC_BIND().Attr<float>("scale"),
+                              JSPEC_BIND().Attr<float>("scale").Attr<int32_t>("parts"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});

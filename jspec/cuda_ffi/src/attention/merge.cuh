@@ -1,62 +1,79 @@
-// What follows the parts of attention: they are joined into its results.
+// The merge of the parts of attention into its results.
 #pragma once
 
-#include "attention/attention.h"
-#include "attention/hopper.cuh"
-#include "common/warp.cuh"
+#include "attention/softmax.cuh"
+#include "common/dependent.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr float kLowest = -1e30f;  // below all scores, and no infinity: differences are numbers
-constexpr float kLn2 = 0.6931471805599453f;
+constexpr int kMergeThreads = 256, kLanes = 32;  // a warp merges a row, of up to as many parts
 
-// Joins the parts of a query row: sixteen lanes a row, four channels a lane.
-__global__ void __launch_bounds__(256) attention_merge(const __grid_constant__ Attention a) {
-  constexpr int kLanes = 16;
-  static_assert(kLanes == kParts && kLanes * 4 == kChannels);
-  const int lane = threadIdx.x % kLanes, rows = a.tokens * a.group;
+struct Merge {
+  const float* partial_out;   // [batch, kv_heads, parts, tokens * group, channels]
+  const float* partial_sums;  // [batch, kv_heads, parts, tokens * group, 2]; sum 0: empty part
+  const int32_t* positions;   // [batch, tokens], -1 for padding
+  uint16_t* out;              // [batch, tokens, kv_heads, group, channels]
+  float* lse;                 // [batch, tokens, kv_heads, group]
+  int32_t batch, tokens, kv_heads, group, parts;
+};
+
+template <int kChannels>
+__global__ void __launch_bounds__(kMergeThreads) attention_merge(const __grid_constant__ Merge m) {
+  constexpr int kPerLane = kChannels / kLanes;
+  const int lane = threadIdx.x % kLanes, rows = m.tokens * m.group;
   const int64_t index = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
-  if (index >= int64_t(a.batch) * a.kv_heads * rows) return;
-  const unsigned mask = 0xffffu << (threadIdx.x % 32 / kLanes * kLanes);
+  if (index >= int64_t(m.batch) * m.kv_heads * rows) return;
+  wait_for_kernels_ahead();
   const int64_t head = index / rows;
-  const int row = index % rows, token = row / a.group;
-  const int32_t* positions = a.positions + head / a.kv_heads * a.tokens;
-  const auto all = [&](float x, auto join) {
-    for (int i = kLanes / 2; i > 0; i /= 2) x = join(x, __shfl_xor_sync(mask, x, i, kLanes));
-    return x;
-  };
-  int last = -1;
-  for (int i = lane; i < a.tokens; i += kLanes) last = max(last, positions[i]);
-  for (int i = kLanes / 2; i > 0; i /= 2) last = max(last, __shfl_xor_sync(mask, last, i, kLanes));
-  // Of padding none: its queries may hold anything.
-  const int all_parts = min((min(last, a.slots - 1) + kBlock) / kBlock, kParts);
-  const int parts = positions[token] < 0 ? 0 : all_parts;
-  const int64_t first = head * kParts * rows + row;
-  float2 own = {kLowest, 0};
-  if (lane < parts) own = reinterpret_cast<const float2*>(a.partial_sums)[first + lane * rows];
-  const float top = all(own.x, [](float x, float y) { return fmaxf(x, y); });
-  const float weight = exp2_fast(own.x - top);
-  const float total = all(own.y * weight, [](float x, float y) { return x + y; });
-  float4 sum = {0, 0, 0, 0};
+  const int row = index % rows, token = row / m.group;
+  const int64_t at_token = head / m.kv_heads * m.tokens + token;
+  const int64_t first = head * m.parts * rows + row;
+  float2 part = {kLowest, 0};
+  if (lane < m.parts) {
+    part = reinterpret_cast<const float2*>(m.partial_sums)[first + int64_t(lane) * rows];
+  }
+  // Queries that are padding may hold anything.
+  if (m.positions[at_token] < 0) part = {kLowest, 0};
+  float top = part.x;
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const float share = __shfl_sync(mask, weight, part, kLanes);
-    if (part < parts) {
-      const int64_t place = (first + int64_t(part) * rows) * kChannels;
-      const float4 x = reinterpret_cast<const float4*>(a.partial_out + place)[lane];
-      sum = {sum.x + share * x.x, sum.y + share * x.y, sum.z + share * x.z, sum.w + share * x.w};
+  for (int i = kLanes / 2; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, i));
+  const float weight = part.y > 0 ? exp2_fast(part.x - top) : 0;
+  float total = part.y * weight;
+#pragma unroll
+  for (int i = kLanes / 2; i > 0; i /= 2) total += __shfl_xor_sync(kAllLanes, total, i);
+  struct alignas(4 * kPerLane) Sums {
+    float of[kPerLane];
+  } sums = {};
+#pragma unroll 16
+  for (int i = 0; i < m.parts; ++i) {
+    const float share = __shfl_sync(kAllLanes, weight, i);
+    // Read also what was not written, so that no read waits for a share.
+    const Sums x = reinterpret_cast<const Sums*>(m.partial_out)[(first + int64_t(i) * rows) *
+                                                                    kLanes + lane];
+#pragma unroll
+    for (int c = 0; c < kPerLane; ++c) {
+      if (share > 0) sums.of[c] += share * x.of[c];
     }
   }
   const float inverse = total > 0 ? 1 / total : 0;
-  const int64_t before = head / a.kv_heads * a.tokens + token;
-  const int64_t to = (before * a.kv_heads + head % a.kv_heads) * a.group + row % a.group;
-  if (lane == 0) a.lse[to] = total > 0 ? (top + log2f(total)) * kLn2 : -INFINITY;
-  // These channels are those of a thread of `attention_parts`.
-  const int channel = lane % 4 * 16 + lane / 4 * 2;
-  uint32_t* out = reinterpret_cast<uint32_t*>(a.out + to * kChannels + channel);
-  out[0] = packed(sum.x * inverse, sum.y * inverse);
-  out[4] = packed(sum.z * inverse, sum.w * inverse);
+  const int64_t to = (at_token * m.kv_heads + head % m.kv_heads) * m.group + row % m.group;
+  if (lane == 0) m.lse[to] = total > 0 ? (top + log2f(total)) * kLn2 : -INFINITY;
+#pragma unroll
+  for (int c = 0; c < kPerLane; c += 2) {
+    const int channel = channel_of_part(lane * kPerLane + c);
+    *reinterpret_cast<uint32_t*>(m.out + to * kChannels + channel) =
+        packed(sums.of[c] * inverse, sums.of[c + 1] * inverse);
+  }
+}
+
+// Launches the merge after the kernel that writes the parts.
+inline const char* launch_merge(const Merge& m, int channels, Stream stream) {
+  constexpr int kRowsPerBlock = kMergeThreads / kLanes;
+  const int64_t rows = int64_t(m.batch) * m.kv_heads * m.tokens * m.group;
+  const int blocks = static_cast<int>((rows + kRowsPerBlock - 1) / kRowsPerBlock);
+  return launch_behind(channels == 64 ? attention_merge<64> : attention_merge<128>, blocks,
+                       kMergeThreads, 0, true, stream, m);
 }
 
 }  // namespace

@@ -1,0 +1,121 @@
+// Instructions without a C++ function that Hopper alone has (sm_90a).
+// tests/cuda_ffi/emulator has the same functions for CPUs.
+#pragma once
+
+#include <cuda.h>
+
+#include "common/ptx.cuh"
+
+namespace jspec {
+
+constexpr int kWarpgroup = 128;
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals));
+}
+
+// After the initialisation of all barriers, before the threads of the block meet.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Arrives, and lets the barrier wait for so many bytes too.
+template <int kBytes>
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "n"(kBytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\nbra again;\nover:\n}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+}
+
+// Barriers of two warpgroups, by number.
+__device__ __forceinline__ void named_barrier_sync(int barrier) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroup) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int barrier) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroup) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Makes what this thread stored in shared memory visible to matmuls and bulk copies.
+__device__ __forceinline__ void publish_stores() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts the copy of a tile of a tensor at these coordinates, innermost first; what lies outside of
+// the tensor is zero. The tile is evicted from the L2 cache before others.
+__device__ __forceinline__ void copy_tile(char* to, const CUtensorMap& from, int x, int y, int z,
+                                          int w, uint64_t* full) {
+  uint64_t evicted_first;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(evicted_first));
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(&from), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(full)), "l"(evicted_first)
+      : "memory");
+}
+
+#define JSPEC_32(f, x)                                                                         \
+  f(x[0]), f(x[1]), f(x[2]), f(x[3]), f(x[4]), f(x[5]), f(x[6]), f(x[7]), f(x[8]), f(x[9]),    \
+      f(x[10]), f(x[11]), f(x[12]), f(x[13]), f(x[14]), f(x[15]), f(x[16]), f(x[17]), f(x[18]), \
+      f(x[19]), f(x[20]), f(x[21]), f(x[22]), f(x[23]), f(x[24]), f(x[25]), f(x[26]), f(x[27]), \
+      f(x[28]), f(x[29]), f(x[30]), f(x[31])
+#define JSPEC_READ_WRITE(x) "+f"(x)
+
+// Starts sum (+)= a b of 64 rows, 16 inner and 64 columns. `b` describes [columns, inner] in shared
+// memory, or, if transposed, [inner, columns].
+template <bool kTransposed>
+__device__ __forceinline__ void multiply(float (&sum)[32], const uint32_t (&a)[4], uint64_t b,
+                                         bool adds) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, adds, 1, 1, %38;\n}"
+      : JSPEC_32(JSPEC_READ_WRITE, sum)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(kTransposed)));
+}
+
+__device__ __forceinline__ void begin_matmul() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void end_matmul() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits for all matmuls; `sum` is the result of one of them.
+__device__ __forceinline__ void await_matmul(float (&sum)[32]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_32(JSPEC_READ_WRITE, sum)::"memory");
+}
+
+#undef JSPEC_READ_WRITE
+#undef JSPEC_32
+
+}  // namespace jspec

@@ -1,0 +1,98 @@
+// Launches attention on random cases and compares with the same on the host: a program of its own,
+// so that compute-sanitizer has nothing else to look at. tests/cuda_ffi/test_driver.py runs it.
+#include "device.cuh"
+
+// The host's attention, under another name.
+#define attention attention_on_host
+#include "attention/attention_cpu.cc"
+#undef attention
+
+namespace jspec {
+const char* attention(const Attention& attention, Stream stream);
+}
+
+using namespace jspec;
+
+std::vector<uint16_t> random_values(size_t count) {
+  std::vector<uint16_t> values(count);
+  for (uint16_t& x : values) x = narrow((random_below(2001) - 1000) / 500.0f);
+  return values;
+}
+
+// Whether what lies on the device is near `want`, which may be infinite.
+template <typename T, typename Wide>
+bool near(const Device<T>& got, const std::vector<T>& want, float tolerance, Wide wide_of) {
+  std::vector<T> host(want.size());
+  cudaMemcpy(host.data(), got.data, host.size() * sizeof(T), cudaMemcpyDeviceToHost);
+  for (size_t i = 0; i < want.size(); ++i) {
+    const float x = wide_of(host[i]), y = wide_of(want[i]);
+    if (x != y && !(std::abs(x - y) <= tolerance)) return false;
+  }
+  return true;
+}
+
+bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels, int parts,
+         bool scored) {
+  const int rows = tokens * group, heads = batch * kv_heads;
+  std::vector<uint16_t> q = random_values(size_t(heads) * rows * channels);
+  std::vector<uint16_t> k = random_values(size_t(heads) * slots * channels);
+  std::vector<uint16_t> v = random_values(k.size()), probe = random_values(heads * channels);
+  std::vector<int32_t> positions(batch * tokens);
+  for (int row = 0; row < batch; ++row) {
+    const int length = row ? tokens + random_below(slots - tokens + 1) : slots;
+    for (int i = 0; i < tokens; ++i) {
+      positions[row * tokens + i] = random_below(6) ? length - tokens + i : -1;
+    }
+    int last = -1;
+    for (int i = 0; i < tokens; ++i) last = std::max(last, positions[row * tokens + i]);
+    // What no query reads is NaN.
+    const size_t size = size_t(kv_heads) * channels, begin = (size_t(row) * slots + last + 1) * size;
+    for (size_t i = begin; i < size_t(row + 1) * slots * size; ++i) k[i] = v[i] = 0x7fc0;
+  }
+  std::vector<uint16_t> out(q.size());
+  std::vector<float> lse(heads * rows), scores(size_t(heads) * slots);
+  Device<uint16_t> d_q(q), d_k(k), d_v(v), d_probe(probe), d_out(q.size());
+  Device<int32_t> d_positions(positions);
+  Device<float> d_lse(lse.size()), d_scores(scores), partial_sums(size_t(heads) * parts * rows * 2);
+  Device<float> partial_out(size_t(heads) * parts * rows * channels);
+  const Attention host{q.data(), k.data(), v.data(), positions.data(),
+                       scored ? probe.data() : nullptr, out.data(), lse.data(), scores.data(),
+                       nullptr, nullptr, batch, slots, kv_heads, tokens, group, channels, parts,
+                       0.1f};
+  const Attention device{d_q.data, d_k.data, d_v.data, d_positions.data,
+                         scored ? d_probe.data : nullptr, d_out.data, d_lse.data, d_scores.data,
+                         partial_out.data, partial_sums.data, batch, slots, kv_heads, tokens, group,
+                         channels, parts, 0.1f};
+  launched(attention_on_host(host, nullptr));
+  launched(attention(device, nullptr));
+  // Scores past a row's end are not specified: there the host left 0.
+  std::vector<float> got(scores.size());
+  cudaMemcpy(got.data(), d_scores.data, got.size() * 4, cudaMemcpyDeviceToHost);
+  bool good = near(d_out, out, 0.02f, wide) &&
+              near(d_lse, lse, 1e-3f, [](float x) { return x; });
+  for (size_t i = 0; scored && i < got.size(); ++i) {
+    good &= scores[i] == 0 || std::abs(got[i] - scores[i]) <= 1e-2f;
+  }
+  if (!good) {
+    std::printf("wrong: B=%d S=%d K=%d T=%d G=%d H=%d parts=%d scored=%d\n", batch, slots, kv_heads,
+                tokens, group, channels, parts, scored);
+  }
+  return good;
+}
+
+int main() {
+  // Every arrangement of tiles, with few and with several items per program.
+  const int cases[][7] = {
+      {2, 400, 2, 1, 4, 128, 16},   {3, 2056, 4, 8, 4, 128, 16}, {2, 5000, 2, 10, 4, 128, 8},
+      {2, 1000, 1, 16, 4, 128, 16}, {2, 3000, 3, 10, 8, 128, 4}, {9, 1504, 8, 1, 1, 128, 32},
+      {3, 400, 1, 15, 8, 64, 16},   {2, 640, 2, 12, 8, 64, 16},  {2, 2048, 3, 10, 4, 64, 32},
+      {1, 152, 2, 7, 9, 64, 1}};
+  int wrong = 0;
+  for (const auto& c : cases) {
+    for (const bool scored : {false, true}) {
+      wrong += !run(c[0], c[1], c[2], c[3], c[4], c[5], c[6], scored);
+    }
+  }
+  std::printf("%d wrong\n", wrong);
+  return wrong != 0;
+}

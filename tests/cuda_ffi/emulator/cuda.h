@@ -1,0 +1,44 @@
+// Tensor maps of copies by the TMA unit on a CPU.
+#pragma once
+
+#include "cuda_runtime.h"
+
+using cuuint64_t = uint64_t;
+using cuuint32_t = uint32_t;
+
+struct CUtensorMap {
+  char* data;
+  int rank;
+  uint64_t sizes[5], strides[5];  // innermost first; strides in bytes
+  uint32_t box[5];
+};
+
+enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
+enum { CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 };
+enum { CU_TENSOR_MAP_INTERLEAVE_NONE };
+enum { CU_TENSOR_MAP_SWIZZLE_128B };
+enum { CU_TENSOR_MAP_L2_PROMOTION_L2_128B };
+enum { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+
+inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int, unsigned rank, void* data,
+                                       const uint64_t* sizes, const uint64_t* strides,
+                                       const uint32_t* box, const uint32_t* steps, int, int, int,
+                                       int) {
+  bool good = rank >= 3 && rank <= 5 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  *map = {static_cast<char*>(data), int(rank), {}, {2}, {}};
+  for (unsigned i = 0; i < rank; ++i) {
+    map->sizes[i] = sizes[i], map->box[i] = box[i];
+    good &= sizes[i] >= 1 && box[i] >= 1 && box[i] <= 256 && steps[i] == 1;
+    if (i) map->strides[i] = strides[i - 1], good &= strides[i - 1] % 16 == 0;
+  }
+  good &= box[0] * 2 == 128;  // a row of the swizzle
+  return good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                                    uint64_t,
+                                                    cudaDriverEntryPointQueryResult* result) {
+  *function = reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
+  *result = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}

@@ -1,0 +1,278 @@
+// CUDA C++ on a CPU, as much as the kernels that are tested so need: every thread of a block is a
+// fiber, and all of them run on one thread of the CPU, each until it has to wait for others. Blocks
+// run one after the other. A block whose threads all wait ends the program.
+#pragma once
+
+#include <ucontext.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <type_traits>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct int2 { int x, y; };
+struct float2 { float x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+template <typename A, typename B>
+constexpr std::common_type_t<A, B> min(A a, B b) {
+  using C = std::common_type_t<A, B>;
+  return C(b) < C(a) ? C(b) : C(a);
+}
+template <typename A, typename B>
+constexpr std::common_type_t<A, B> max(A a, B b) {
+  using C = std::common_type_t<A, B>;
+  return C(a) < C(b) ? C(b) : C(a);
+}
+
+namespace emulator {
+
+constexpr int kSharedBytes = 232448, kStackBytes = 1 << 17;
+inline char* shared_memory = nullptr;  // of kSharedBytes; the program defines it
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool ended = false;
+};
+
+inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline ucontext_t scheduler;
+inline int current = 0;
+inline int64_t events = 0;  // whatever may let another thread go on
+
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "emulator: %s (block %u, thread %d)\n", what, blockIdx.x, current);
+  std::fflush(stderr);
+  std::abort();
+}
+
+template <typename Ready>
+void wait_until(Ready ready) {
+  while (!ready()) swapcontext(&fibers[current]->context, &scheduler);
+}
+
+// A meeting of `count` threads, which may be held again and again.
+struct Meeting {
+  int arrived = 0;
+  int64_t held = 0;
+
+  int64_t arrive(int count) {
+    const int64_t number = held;
+    ++events;
+    if (++arrived == count) arrived = 0, ++held;
+    return number;
+  }
+  void meet(int count) {
+    const int64_t number = arrive(count);
+    wait_until([&] { return held > number; });
+  }
+};
+
+// The values that `kThreads` threads bring to a meeting, of every other meeting.
+template <int kThreads>
+struct Exchange {
+  Meeting meeting;
+  std::array<std::array<char, 32>, kThreads> values[2];
+
+  template <typename T>
+  std::array<T, kThreads> all(T value, int thread) {
+    static_assert(sizeof(T) <= 32);
+    auto& of = values[meeting.held % 2];
+    std::memcpy(of[thread].data(), &value, sizeof(T));
+    meeting.meet(kThreads);
+    std::array<T, kThreads> result;
+    for (int i = 0; i < kThreads; ++i) std::memcpy(&result[i], of[i].data(), sizeof(T));
+    return result;
+  }
+};
+
+inline std::vector<std::unique_ptr<Exchange<32>>> warps;
+inline std::vector<std::unique_ptr<Exchange<128>>> warpgroups;
+inline std::map<int, Meeting> named;
+inline std::vector<std::function<void()>> resets;  // of what ends with a block
+
+template <typename T>
+auto warp_values(T value) {
+  return warps[threadIdx.x / 32]->all(value, threadIdx.x % 32);
+}
+
+template <typename T>
+auto warpgroup_values(T value) {
+  return warpgroups[threadIdx.x / 128]->all(value, threadIdx.x % 128);
+}
+
+inline std::mutex one_at_a_time;
+inline std::function<void()> body;
+
+inline void run_fiber() {
+  body();
+  fibers[current]->ended = true;
+  ++events;
+  swapcontext(&fibers[current]->context, &scheduler);
+}
+
+inline void run_block(int threads) {
+  std::memset(shared_memory, 0xff, kSharedBytes);  // NaN
+  warps.clear(), warpgroups.clear(), named.clear(), fibers.clear();
+  for (const auto& reset : resets) reset();
+  for (int i = 0; i < (threads + 31) / 32; ++i) warps.push_back(std::make_unique<Exchange<32>>());
+  for (int i = 0; i < (threads + 127) / 128; ++i) {
+    warpgroups.push_back(std::make_unique<Exchange<128>>());
+  }
+  for (int i = 0; i < threads; ++i) {
+    fibers.push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *fibers.back();
+    fiber.stack.resize(kStackBytes);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, run_fiber, 0);
+  }
+  for (int running = threads; running;) {
+    const int64_t before = events;
+    running = 0;
+    for (current = 0; current < threads; ++current) {
+      if (fibers[current]->ended) continue;
+      threadIdx = dim3(current);
+      swapcontext(&scheduler, &fibers[current]->context);
+      running += !fibers[current]->ended;
+    }
+    if (running && events == before) fail("all threads wait for each other");
+  }
+  fibers.clear();
+}
+
+}  // namespace emulator
+
+// Collective functions: of whole warps, whatever the mask, which every caller sets to all lanes.
+inline void __syncthreads() { emulator::named[0].meet(blockDim.x); }
+inline void __syncwarp() { emulator::warp_values(0); }
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return emulator::warp_values(value)[lane % 32];
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int lanes) {
+  return emulator::warp_values(value)[threadIdx.x % 32 ^ lanes];
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int lanes) {
+  const int lane = threadIdx.x % 32;
+  return emulator::warp_values(value)[lane < lanes ? lane : lane - lanes];
+}
+template <typename T>
+T __shfl_down_sync(unsigned, T value, int lanes) {
+  const int lane = threadIdx.x % 32;
+  return emulator::warp_values(value)[lane + lanes < 32 ? lane + lanes : lane];
+}
+inline bool __any_sync(unsigned, bool value) {
+  bool any = false;
+  for (const bool x : emulator::warp_values(value)) any |= x;
+  return any;
+}
+inline int __reduce_max_sync(unsigned, int value) {
+  for (const int x : emulator::warp_values(value)) value = max(value, x);
+  return value;
+}
+inline int __reduce_min_sync(unsigned, int value) {
+  for (const int x : emulator::warp_values(value)) value = min(value, x);
+  return value;
+}
+inline uint64_t __cvta_generic_to_shared(const void* pointer) {
+  // Shared memory does not begin at 0, where programs could take an address for an offset.
+  const int64_t at = static_cast<const char*>(pointer) - emulator::shared_memory;
+  if (at < 0 || at > emulator::kSharedBytes) emulator::fail("not an address of shared memory");
+  return 4096 + at;
+}
+
+// The host's part.
+using cudaError_t = int;
+using cudaStream_t = struct CUstream_st*;
+enum { cudaSuccess = 0 };
+enum { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum { cudaEnableDefault };
+#define CUDART_VERSION 13000
+
+// Defines what kernels declare as `extern __shared__ char memory[]`, in their namespace.
+#define EMULATOR_SHARED_MEMORY                                                    \
+  alignas(4096) char memory[emulator::kSharedBytes];                              \
+  const bool has_memory = (emulator::shared_memory = memory) != nullptr;
+
+struct cudaLaunchAttribute {
+  int id;
+  struct { int programmaticStreamSerializationAllowed; } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+template <typename T>
+cudaError_t cudaMalloc(T** data, size_t bytes) {
+  *data = static_cast<T*>(std::malloc(bytes));
+  return cudaSuccess;
+}
+inline void cudaFree(void* data) { std::free(data); }
+inline void cudaMemset(void* data, int byte, size_t bytes) { std::memset(data, byte, bytes); }
+enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+inline void cudaMemcpy(void* to, const void* from, size_t bytes, int) {
+  std::memcpy(to, from, bytes);
+}
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
+  // Few multiprocessors, so that a persistent program has several items.
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 9;
+  return cudaSuccess;
+}
+
+template <typename... Parameters>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Parameters&... arguments) {
+  const std::lock_guard<std::mutex> lock(emulator::one_at_a_time);
+  if (config->dynamicSmemBytes > emulator::kSharedBytes) emulator::fail("too much shared memory");
+  emulator::body = [&] { kernel(arguments...); };
+  gridDim = config->gridDim, blockDim = config->blockDim;
+  for (unsigned block = 0; block < gridDim.x; ++block) {
+    blockIdx = dim3(block);
+    emulator::run_block(blockDim.x);
+  }
+  return cudaSuccess;
+}
