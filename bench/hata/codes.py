@@ -1,4 +1,4 @@
-"""The codes of a decoding step: encoding, also as keys are written, and bucket collisions."""
+"""What policies compute in a decoding step: hash codes, and the scores of keys and of pages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bench.suite import OperationBenchmark, Setup
 from jspec.ops.append import APPEND_ENCODE, QKRope
 from jspec.ops.collisions import COLLISION_SCORES, code_words
 from jspec.ops.hash import HASH_ENCODE
+from jspec.ops.key_scores import DOT_SCORES, PAGE_SCORES
 from jspec.policies import MagicPIG
 
 
@@ -66,6 +67,38 @@ def collision_setup(case: Case) -> Setup:
     return Setup(arguments, equals(scores), k.nbytes + scores.nbytes, {"tables": tables})
 
 
+def dot_setup(case: Case) -> Setup:
+    """Scores q.k of every key, or of its ``C`` < H leading components, as Loki scores."""
+    q, keys, projection = vectors(case, case["S"], case["C"])
+    arguments = q, keys, projection if case["C"] < case["H"] else None
+    scores = reference(DOT_SCORES, arguments)
+    return Setup(arguments, equals(scores), keys.nbytes + scores.nbytes)
+
+
+def page_setup(case: Case) -> Setup:
+    """Upper bounds of the scores of pages of ``page`` keys, as Quest scores."""
+    q, low, _ = vectors(case, case["S"] // case["page"], case["H"])
+    arguments = q, low, low + 1
+    scores = reference(PAGE_SCORES, arguments)
+    return Setup(arguments, equals(scores), 2 * low.nbytes + scores.nbytes)
+
+
+def vectors(case: Case, slots: int, channels: int) -> tuple[jax.Array, ...]:
+    """Queries, ``slots`` columns of ``channels`` and a projection of small whole numbers: sums are
+    exact in any order."""
+    (query_heads, kv_heads), batch, size = heads(case), case["B"], case["H"]
+    keys = jax.random.split(jax.random.key(workload.SEED), 3)
+    q, columns, projection = (
+        jax.random.randint(key, shape, -3, 4, jnp.int8).astype(dtype)
+        for key, shape, dtype in (
+            (keys[0], (batch, case["T"], query_heads, size), jnp.bfloat16),
+            (keys[1], (batch, slots, kv_heads, channels), jnp.bfloat16),
+            (keys[2], (kv_heads, size, channels), jnp.float32),
+        )
+    )
+    return q, columns, projection
+
+
 def used_bits(policy: MagicPIG) -> np.ndarray:
     """Mask of the bits of a code's words that belong to a table, uint32 ``[W]``."""
     places = np.arange(code_words(policy.tables, 1) * 32).reshape(-1, 32) < policy.tables
@@ -91,6 +124,23 @@ BENCHMARKS = (
         setup=collision_setup,
         default={"B": 8, "S": 32768, "heads": "32/32", "T": 1},
         gpu=["", "heads=32/8", "B=1,S=256K"],
+        quick=["", "heads=32/8"],
+        cpu=["B=1,S=8K,heads=8/2"],
+    ),
+    OperationBenchmark(
+        operation=DOT_SCORES,
+        setup=dot_setup,
+        # C: channels of what is scored, H for whole keys
+        default={"B": 8, "S": 32768, "heads": "32/32", "H": 128, "T": 1, "C": 32},
+        gpu=["", "heads=32/8", "B=1,S=256K", "B=4,S=128K,heads=32/8", "heads=32/8,C=128"],
+        quick=["", "heads=32/8"],
+        cpu=["B=1,S=8K,heads=8/2"],
+    ),
+    OperationBenchmark(
+        operation=PAGE_SCORES,
+        setup=page_setup,
+        default={"B": 8, "S": 32768, "heads": "32/32", "H": 128, "T": 1, "page": 32},
+        gpu=["", "heads=32/8", "B=1,S=256K", "B=4,S=128K,heads=32/8"],
         quick=["", "heads=32/8"],
         cpu=["B=1,S=8K,heads=8/2"],
     ),

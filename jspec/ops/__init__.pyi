@@ -20,6 +20,8 @@ from .hash import (
     hash_encode_both as hash_encode_both,
 )
 from .hash_selection import hash_select as hash_select
+from .key_scores import dot_scores as dot_scores
+from .key_scores import page_scores as page_scores
 from .packing import Packed as Packed
 from .packing import pack as pack
 from .registry import operations as operations

@@ -20,6 +20,8 @@ _HOMES = (
     "jspec.ops.hash:HASH_ENCODE",
     "jspec.ops.hash:HAMMING_SCORES",
     "jspec.ops.collisions:COLLISION_SCORES",
+    "jspec.ops.key_scores:DOT_SCORES",
+    "jspec.ops.key_scores:PAGE_SCORES",
     "jspec.ops.selection:SELECT",
     "jspec.ops.hash_selection:HASH_SELECT",
     "jspec.ops.attention.hashed:HASH_ATTENTION",

@@ -14,11 +14,11 @@ from jspec.ops.append import QKRope
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.scored import scored_attention
 from jspec.ops.attention.weights import mean_weights
+from jspec.ops.key_scores import dot_scores
 from jspec.policies.append import append_tokens
 from jspec.policies.dense import DenseAttend
 from jspec.policies.guided import Guided, gather_tokens, mean_query
 from jspec.policies.read import in_slots, merged, settings_of
-from jspec.policies.scores import dots
 from jspec.policies.selection import NewTokens
 from jspec.typing import Array, Attend, Model
 
@@ -178,7 +178,8 @@ def _scores(policy: Guided, cache: Cache, layer: int, queries: Queries, scoring:
     """The scores of every slot of a layer for the queries of ``scoring``, ``[B, K, S]``."""
     spec, keys = cache.specs[layer], cache.keys(layer)
     if policy.score != "weight":
-        return dots((spec.score_scale * mean_query(queries.q, scoring, spec.kv_heads), keys))
+        q = spec.score_scale * mean_query(queries.q, scoring, spec.kv_heads)
+        return dot_scores(q[:, None], keys)
     lse = jnp.where((scoring >= 0)[..., None], gather_tokens(queries.lse, scoring), -jnp.inf)
     q = gather_tokens(queries.q, scoring)
     return mean_weights(q, keys, lse, scale=spec.scale, softcap=spec.softcap)

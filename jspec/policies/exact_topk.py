@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from jspec.cache import Cache
+from jspec.ops.key_scores import dot_scores
 from jspec.policies.budgeted import ScoredPolicy
-from jspec.policies.scores import dots, pooled
 from jspec.typing import Array
 
 
@@ -19,4 +19,4 @@ class ExactTopK(ScoredPolicy):
     """
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
-        return dots((pooled(q, cache.specs[layer].kv_heads), cache.keys(layer)))
+        return dot_scores(q, cache.keys(layer))

@@ -11,9 +11,9 @@ import numpy as np
 from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
+from jspec.ops.key_scores import dot_scores
 from jspec.policies.budgeted import ScoredPolicy
 from jspec.policies.policy import Encoder, SampleKeys
-from jspec.policies.scores import dots, pooled
 from jspec.typing import Array, Model
 
 
@@ -64,5 +64,5 @@ class Loki(ScoredPolicy):
         return encode
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
-        q = jnp.einsum("bkh,khr->bkr", pooled(q, cache.specs[layer].kv_heads), policy_params[layer])
-        return dots((q, cache.columns[layer]["components"]))
+        components = cache.columns[layer]["components"]
+        return dot_scores(q, components, projection=policy_params[layer])

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.config import LayerSpec
+from jspec.ops.key_scores import page_scores
 from jspec.policies.budgeted import ScoredPolicy, check_page, max_pages_of
 from jspec.policies.policy import Pages
-from jspec.policies.scores import dots
 from jspec.typing import Array
 
 
@@ -71,10 +71,5 @@ class Quest(ScoredPolicy):
         }
 
     def score(self, policy_params: Any, layer: int, cache: Cache, q: Array) -> Array:
-        # Positive channels meet the largest key and negative ones the smallest.
-        batch, tokens, heads, size = q.shape
-        kv_heads = cache.specs[layer].kv_heads
-        q = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
-        high, low = (part.sum(axis=(1, 3)) for part in (jnp.maximum(q, 0), jnp.minimum(q, 0)))
         pages = cache.pages[layer]
-        return dots((high, pages["high"]), (low, pages["low"]))
+        return page_scores(q, pages["low"], pages["high"])

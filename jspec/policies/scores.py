@@ -7,38 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout as Order
-from jax.experimental.layout import with_layout_constraint
 
 from jspec.cache import LinearLayout, Stripe
 from jspec.cache.layout import Layout
 from jspec.ops.select_sharded import select_sharded
 from jspec.ops.selection import select
 from jspec.typing import Array
-
-
-def pooled(q: Array, kv_heads: int) -> Array:
-    """``q [B, T, N, H]`` summed over tokens and the heads of a group, float32 ``[B, K, H]``.
-
-    As q.k is linear, that of the sum is the sum over the queries.
-    """
-    batch, tokens, heads, size = q.shape
-    q = q.reshape(batch, tokens, kv_heads, heads // kv_heads, size)
-    return q.astype(jnp.float32).sum(axis=(1, 3))
-
-
-def dots(*pairs: tuple[Array, Array]) -> Array:
-    """``q [B, K, H]`` times each of ``k [B, S, K, H]``, summed in float32: ``[B, K, S]``.
-
-    Of several pairs ``q, k`` the sum, in one kernel. It is no matmul, for which XLA would transpose
-    all keys. Nor may XLA choose a layout for a column that no kernel of jspec fixes: a chunk of
-    steps would begin and end with a copy of the whole column.
-    """
-    products = (
-        with_layout_constraint(k, Order((0, 1, 2, 3))).astype(jnp.float32) * q[:, None]
-        for q, k in pairs
-    )
-    return jnp.swapaxes(functools.reduce(jnp.add, products).sum(axis=-1), 1, 2)
 
 
 def best_positions(scores: Array, layout: Layout, k: int, **budget: Any) -> Array:

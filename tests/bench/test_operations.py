@@ -34,6 +34,8 @@ CASES = {
     "hash_encode": f"{CODES},H=16,R=64",
     "rotate_append_encode": f"{CODES},H=16,R=64",
     "collision_scores": f"{CODES},S=64",
+    "dot_scores": f"{CODES},S=64,H=16,C=8",
+    "page_scores": f"{CODES},S=64,H=16,page=4",
 }
 
 
