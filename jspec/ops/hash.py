@@ -262,7 +262,11 @@ def _cases(build, shapes, first: str):
 
 HASH_ENCODE = Operation(
     "hash_encode",
-    {"xla": Backend("xla", _encode_xla, always), "triton": "jspec.triton.hash:HASH_ENCODE"},
+    {
+        "xla": Backend("xla", _encode_xla, always),
+        "triton": "jspec.triton.hash:HASH_ENCODE",
+        "pallas": "jspec.pallas.encode:HASH_ENCODE",
+    },
     encode_sizes,
     _cases(_encode_case, _ENCODED, "one-token"),
 )
