@@ -103,8 +103,8 @@ def rotate_append_encode(
 ) -> tuple[Array, Array, Array, Array]:
     """`rotate_and_append`, and `jspec.ops.hash_encode` of the new keys into the column ``codes``.
 
-    The code of a key is that of the key as the cache holds it, rounded to its dtype. Triton does
-    all of it in one launch for few tokens.
+    The code of a key is that of the key as the cache holds it, rounded to its dtype. Triton, for
+    few tokens, and Pallas do all of it in one launch.
 
     Args:
         q: ``[B, T, N, H]``.
@@ -228,6 +228,7 @@ APPEND_ENCODE = Operation(
     {
         "xla": Backend("xla", _encode_xla, always),
         "triton": "jspec.triton.append:APPEND_ENCODE",
+        "pallas": "jspec.pallas.append:APPEND_ENCODE",
         "exact": "jspec.triton.append:EXACT_ENCODE",
     },
     append_sizes,

@@ -8,6 +8,8 @@ are float32, without tensor cores, whose factors have fewer bits.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +66,7 @@ def encode_pallas(
             for start in range(0, len(places), at_once):
                 batch = places[start : start + at_once]
                 loaded = [load_vector(source.at[row, at]) for source, _, row, at in batch]
-                results = [encoded_word(vector, columns) for vector in loaded]
+                results = [encoded_word([vector], [columns]) for vector in loaded]
                 for (_, target, row, at), result in zip(batch, results, strict=True):
                     target[row, at, word] = result
             return carry
@@ -103,9 +105,15 @@ def load_vector(ref) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
 
 
-def encoded_word(vector: Array, columns: Array) -> Array:
-    """The signs of ``vector @ columns`` as the bits of a word, a uint32 scalar."""
-    sums = (lax.broadcast_in_dim(vector, columns.shape, [0]) * columns).sum(axis=0)
+def encoded_word(vectors: Sequence[Array], columns: Sequence[Array]) -> Array:
+    """The signs of a vector times columns as the bits of a word, a uint32 scalar.
+
+    Vector and columns are in one part or in several, ``[H']`` and ``[H', 32]`` each.
+    """
+    products = [
+        lax.broadcast_in_dim(x, y.shape, [0]) * y for x, y in zip(vectors, columns, strict=True)
+    ]
+    sums = functools.reduce(jnp.add, products).sum(axis=0)
     bit = plgpu.broadcasted_iota(jnp.int32, (32,), 0, layout=columns_layout().reduce(0))
     return jnp.where(sums > 0, jnp.int32(1) << bit, 0).sum().astype(jnp.uint32)
 
