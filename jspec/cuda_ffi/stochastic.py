@@ -12,40 +12,12 @@ from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.ops.distribution import Settings
 from jspec.ops.sample import Role
+from jspec.ops.sampling_limits import refuses_arguments
 from jspec.ops.verify import verified_like
 from jspec.ops.vocabulary import TILE, Axes
 from jspec.typing import Array
 
-MAX_POSITIONS = 2**10
 MAX_TOKENS = 2**24  # of the vocabulary
-# Of the settings: rate, top_k, top_p, min_p, seeds.
-DTYPES = Settings(jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
-
-
-def _refusal(
-    logits: Array,
-    draft_logits: Array | None,
-    tokens: tuple[Array, ...],
-    settings: Settings,
-    axis_name: Axes | None,
-) -> str | None:
-    for x in (logits, draft_logits):
-        if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16):
-            return f"logits are {x.dtype}; it reads float32 and bfloat16"
-    for x in tokens:
-        if x.dtype != jnp.int32:
-            return f"tokens are {x.dtype}; it takes int32"
-    for name, x, dtype in zip(Settings._fields, settings, DTYPES, strict=True):
-        if x.dtype != dtype:
-            return f"{name} is {x.dtype}; it takes {jnp.dtype(dtype).name}"
-    _, positions, vocabulary = logits.shape
-    if not 1 <= vocabulary <= MAX_TOKENS:
-        return f"V={vocabulary} must be in 1..{MAX_TOKENS}"
-    if positions > MAX_POSITIONS:
-        return f"{positions} positions a row are over {MAX_POSITIONS}"
-    if axis_name is not None:
-        return f"the vocabulary is sharded over {axis_name!r}; it takes a whole one"
-    return library.refusal("sample")
 
 
 def supports_sample(
@@ -57,7 +29,8 @@ def supports_sample(
     **attributes: Any,
 ) -> str | None:
     """Why the kernel cannot draw from these logits, or None."""
-    return _refusal(logits, None, (positions,), settings, axis_name)
+    reason = refuses_arguments((logits,), (positions,), settings, axis_name, max_tokens=MAX_TOKENS)
+    return reason or library.refusal("sample")
 
 
 def supports_verify(
@@ -73,8 +46,14 @@ def supports_verify(
     **attributes: Any,
 ) -> str | None:
     """Why the kernel cannot verify these tokens, or None."""
-    tokens = (draft_tokens, stop_tokens, positions)
-    return _refusal(target_logits, draft_logits, tokens, settings, axis_name)
+    reason = refuses_arguments(
+        (target_logits, draft_logits),
+        (draft_tokens, stop_tokens, positions),
+        settings,
+        axis_name,
+        max_tokens=MAX_TOKENS,
+    )
+    return reason or library.refusal("sample")
 
 
 def _workspace(batch: int, targets: int, drafted: int, vocabulary: int) -> jax.ShapeDtypeStruct:

@@ -228,7 +228,11 @@ def _cases() -> list[Case]:
 
 SAMPLE = Operation(
     "sample",
-    {"xla": Backend("xla", sample_xla, always), "cuda": "jspec.cuda_ffi.stochastic:SAMPLE"},
+    {
+        "xla": Backend("xla", sample_xla, always),
+        "cuda": "jspec.cuda_ffi.stochastic:SAMPLE",
+        "triton": "jspec.triton.sample:SAMPLE",
+    },
     _sizes,
     _cases,
 )

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from scipy import stats
 
-import jspec.cuda_ffi.stochastic  # noqa: F401 - it takes TILE, which `run_blocks` patches
+import jspec.cuda_ffi.stochastic
+import jspec.triton.stochastic  # noqa: F401 - both take TILE, which `run_blocks` patches
 from jspec.config import SamplingParams
 from jspec.ops.distribution import ONE, distribution
 from jspec.ops.exact_probabilities import rate_of, token_probabilities

@@ -184,11 +184,15 @@ def test_the_enumerated_law_is_the_target_law(toy, groups):
         np.testing.assert_allclose([law[key] for key in alone], list(alone.values()), atol=1e-12)
 
 
-def by_backend(backend: str):
-    """`verify` by one backend, a skip where it cannot run at all."""
+def by_backend(backend: str, toy: Toy, groups: list[Group]):
+    """`verify` by one backend, a skip where it cannot verify the toy."""
     run = functools.partial(verify, implementation=backend)
+    args = random_verification([SAMPLED])
+    if not toy.one_hot:
+        args["draft_logits"] = args["target_logits"][:, 1:]
+    filtered = any(group.params.mode == "filtered" for group in groups)
     try:
-        jax.eval_shape(functools.partial(run, filtered=False), **random_verification([SAMPLED]))
+        jax.eval_shape(functools.partial(run, rule=toy.rule, filtered=filtered), **args)
     except BackendError as refusal:
         pytest.skip(str(refusal))
     return run
@@ -204,7 +208,7 @@ def by_backend(backend: str):
 )
 def test_the_committed_block_has_the_ideal_law(toy, groups, backend):
     """Chi-square over all (accepted, tokens) at once; seeds 0, 1, ...; fails below p = 1e-4."""
-    check_block_law(toy, groups, verify=by_backend(backend))
+    check_block_law(toy, groups, verify=by_backend(backend, toy, groups))
 
 
 @pytest.mark.slow
@@ -213,7 +217,7 @@ def test_the_committed_block_has_the_ideal_law(toy, groups, backend):
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_committed_block_has_the_ideal_law_in_more_rows(toy, groups, seed, backend):
     groups = [dataclasses.replace(g, rows=40 * g.rows) for g in groups]
-    check_block_law(toy, groups, seed=seed, verify=by_backend(backend))
+    check_block_law(toy, groups, seed=seed, verify=by_backend(backend, toy, groups))
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ LIMITS = {
     "sample-vocabulary": (SAMPLE, "cuda", lambda n: draws(1, n), 2**24, 2**24 + 1),
     "verify-positions": (VERIFY_STOCHASTIC, "cuda", drafted, 1024, 1025),
     "commit-positions": (VERIFY_AND_COMMIT, "cuda", committing, 1024, 1025),
+    "triton-sample-vocabulary": (SAMPLE, "triton", lambda n: draws(1, n), 2**20, 2**20 + 1),
+    "triton-verify-positions": (VERIFY_STOCHASTIC, "triton", drafted, 1024, 1025),
     "single-block": (VERIFY_AND_PACK, "cuda_single", fused, 32, 33),
     "pack-empty": (PACK, "cuda", packing, 1, 0),
     "fused-empty": (VERIFY_AND_PACK, "cuda", fused, 1, 0),

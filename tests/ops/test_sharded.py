@@ -15,8 +15,8 @@ from jspec.ops import vocabulary as module
 from jspec.ops.sample import Role, sample
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified
+from tests.ops.drafts import FILTERS, GAMMA, PLAIN, drafted
 from tests.ops.laws import GREEDY, SAMPLED, sampling_of
-from tests.ops.test_stochastic import FILTERS, GAMMA, PLAIN, drafted
 
 DEVICES = jax.device_count()
 COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")

@@ -1,6 +1,5 @@
 """Drawing and rejection sampling: every backend gives the tokens of the reference, all of them."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,61 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.config import SamplingParams
 from jspec.dispatch import BackendError
 from jspec.ops.sample import SAMPLE, Role, sample, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC, verify_stochastic
-from jspec.ops.verify import Verified
-from tests.ops.laws import GREEDY, SAMPLED, sampling_of
-
-GAMMA = 3
-FILTERS = [
-    SAMPLED,
-    GREEDY,
-    SamplingParams(temperature=0.7, top_k=5),
-    SamplingParams(temperature=1.5, top_p=0.8),
-    SamplingParams(temperature=1.0, min_p=0.05),
-    SamplingParams(temperature=2.0, top_k=40, top_p=0.9, min_p=0.01),
-]
-PLAIN = [SAMPLED, GREEDY, SamplingParams(temperature=0.01), SamplingParams(temperature=30.0)]
-
-
-def drafted(
-    count: int,
-    vocabulary: int,
-    params: list[SamplingParams],
-    *,
-    one_hot: bool,
-    dtype: str = "float32",
-) -> dict:
-    """Arguments of `verify_stochastic`: drafts of every length, mostly accepted, stop tokens, and
-    logits of minus infinity here and there; seed 0."""
-    rng = np.random.default_rng(0)
-    target = 2.5 * rng.standard_normal((count, GAMMA + 1, vocabulary))
-    # A few tokens hold most of the mass, as in a language model.
-    target[:, :, rng.permutation(vocabulary)[:5]] += 3 + np.log(vocabulary)
-    draft = target[:, :GAMMA] + 0.5 * rng.standard_normal((count, GAMMA, vocabulary))
-    target[rng.random(target.shape) < 0.02] = -np.inf
-    rows = sampling_of(
-        [params[i % len(params)] for i in range(count)], rng.integers(0, 2**32, count)
-    )
-    noise = rng.gumbel(size=draft.shape) * np.asarray(rows.temperature)[:, None, None]
-    tokens = (draft + noise).argmax(axis=-1).astype(np.int32)
-    lengths = rng.integers(0, GAMMA + 1, count)
-    tokens[np.arange(GAMMA) >= lengths[:, None]] = -1
-    stops = rng.integers(-1, vocabulary, (count, 3))
-    stops[::5, 1] = tokens[::5, 1]
-    out = {
-        "draft_tokens": tokens,
-        "target_logits": target.astype(jnp.dtype(dtype)),
-        "draft_lengths": lengths.astype(np.int32),
-        "stop_tokens": stops.astype(np.int32),
-        "sampling": rows,
-        "positions": rng.integers(0, 1000, count).astype(np.int32),
-    }
-    out = jax.device_put(out)
-    draft = jax.device_put(draft.astype(jnp.bfloat16))
-    return out if one_hot else out | {"draft_logits": draft}
+from tests.ops.drafts import FILTERS, GAMMA, PLAIN, assert_same, drafted, with_holes
+from tests.ops.laws import SAMPLED, sampling_of
 
 
 def kernels(operation) -> pytest.MarkDecorator:
@@ -72,38 +21,23 @@ def kernels(operation) -> pytest.MarkDecorator:
 
 @functools.cache
 def by(function, backend: str, **settings):
-    """``function`` jitted, by one backend; a skip where it cannot run at all."""
+    """``function`` jitted, by one backend; a skip where it cannot run with these settings."""
     logits, tokens = jnp.zeros((1, 1, 4)), jnp.zeros((1, 1), jnp.int32)
     of_rows = settings_of(sampling_of([SAMPLED]))
     if function is sample:
-        reason = SAMPLE.backend(backend).supports(logits, of_rows, tokens, axis_name=None)
+        arguments = (logits, of_rows, tokens)
+        reason = SAMPLE.backend(backend).supports(*arguments, axis_name=None, **settings)
     else:
         arguments = (tokens[:, :0], logits, tokens[0], tokens, of_rows, tokens[0], None)
-        reason = VERIFY_STOCHASTIC.backend(backend).supports(*arguments, axis_name=None)
+        static = {"rule": "token", "axis_name": None, **settings}
+        reason = VERIFY_STOCHASTIC.backend(backend).supports(*arguments, **static)
     if reason:
         pytest.skip(f"{backend}: {reason}")
     return jax.jit(functools.partial(function, implementation=backend, **settings))
 
 
-def assert_same(got: Verified, expected: Verified) -> None:
-    for field in dataclasses.fields(Verified):
-        value, reference = getattr(got, field.name), getattr(expected, field.name)
-        assert value.dtype == reference.dtype
-        np.testing.assert_array_equal(value, reference, field.name)
-
-
-def with_holes(logits: jax.Array) -> jax.Array:
-    """The same with NaN, plus infinity, both, and rows of minus infinity or NaN alone."""
-    x = np.array(logits, np.float32)
-    x[0::9, :, 0] = np.nan
-    x[1::9, :, [0, -1]] = np.inf
-    x[2::9] = -np.inf
-    x[3::9] = np.nan
-    x[4::9, :, 0], x[4::9, :, -1] = np.nan, np.inf
-    return jax.device_put(x.astype(logits.dtype))
-
-
 CASES = {
+    "plain": (500, 37, PLAIN, "float32"),
     "filters": (500, 37, FILTERS, "float32"),
     "ragged-tiles": (40, 1100, FILTERS, "bfloat16"),
     "many-tiles": (4, 133_000, PLAIN, "bfloat16"),  # a warp of the kernel holds 128

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jspec.cuda_ffi.stochastic  # noqa: F401 - it takes TILE, which `run_blocks` patches
+import jspec.cuda_ffi.stochastic
+import jspec.triton.stochastic  # noqa: F401 - both take TILE, which `run_blocks` patches
 from jspec.config import SamplingParams
 from jspec.ops import stochastic as stochastic_module
 from jspec.ops import vocabulary as vocabulary_module

@@ -55,6 +55,62 @@ def dot(builder: Any, a: Any, b: Any, d: Any, *settings: Any) -> Any:
     return type(d)(products.sum(axis=-2) + d.data, d.dtype.scalar)
 
 
+def rounded(a: np.ndarray, b: np.ndarray, c: np.ndarray, upwards: bool) -> np.ndarray:
+    """``a * b + c`` of float32, rounded once: up, or towards zero."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        # The product is exact in float64, and so is the sum with what its rounding loses.
+        product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+        total = product + addend
+        virtual = total - product
+        lost = (product - (total - virtual)) + (addend - virtual)
+        nearest = total.astype(np.float32)
+        error = (nearest.astype(np.float64) - total) - lost  # its sign is exact
+        if upwards:
+            return np.where(error < 0, np.nextafter(nearest, np.float32(np.inf)), nearest)
+        beyond = np.where(total > 0, error > 0, error < 0)
+        return np.where(beyond, np.nextafter(nearest, np.float32(0)), nearest)
+
+
+def shifted(x: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """``x >> count`` of uint32, 0 from 32 on."""
+    return np.where(count < 32, x >> np.minimum(count, 31), 0).astype(np.uint32)
+
+
+def leading_zeros(x: np.ndarray) -> np.ndarray:
+    """Of uint64."""
+    width = np.vectorize(lambda value: int(value).bit_length(), otypes=[np.uint32])(x)
+    return (64 - width).astype(np.uint32)
+
+
+# PTX instructions that kernels use, on numpy arrays.
+INSTRUCTIONS = {
+    "mul.rz.f32": lambda a, b: rounded(a, b, np.zeros_like(a), upwards=False),
+    "fma.rz.f32": lambda a, b, c: rounded(a, b, c, upwards=False),
+    "fma.rp.f32": lambda a, b, c: rounded(a, b, c, upwards=True),
+    "shr.b32": shifted,
+    "clz.b64": leading_zeros,
+}
+
+
+class Assembled:
+    """The result of one PTX instruction, as the compiler returns it."""
+
+    def __init__(self, result: Any):
+        self.result = result
+
+    def get_result(self, index: int) -> Any:
+        return self.result
+
+
+def run_assembly(
+    builder: Any, assembly: str, constraints: str, values: list, types: list, *settings: Any
+) -> Assembled:
+    """One PTX instruction, elementwise."""
+    operands = np.broadcast_arrays(*[x.data for x in values])
+    result = INSTRUCTIONS[assembly.split()[0]](*operands)
+    return Assembled(type(values[0])(result, types[0].scalar))
+
+
 def interpret(
     kernel: str, arrays: list[np.ndarray], out: list[np.ndarray], programs: int, constants: dict
 ) -> list[np.ndarray]:
@@ -69,6 +125,7 @@ def interpret(
     set_grid_idx = type(builder).set_grid_idx
     builder.set_grid_idx = lambda x, y, z: set_grid_idx(builder, programs - 1 - x, y, z)
     builder.create_dot = functools.partial(dot, builder)
+    builder.create_inline_asm = functools.partial(run_assembly, builder)
     module, name = kernel.split(":")
     body: Any = getattr(importlib.import_module(module), name)
     fresh = [x for x in out if not any(x is y for y in arrays)]
