@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bench.hata import codes, layer
+from bench.hata import codes, layer, parts
 from bench.suite import suite_of
 
 SUITE = suite_of(
     "hata",
     "a layer's attention by every policy against the fastest dense attention, and hash codes",
     layer.BENCHMARK,
+    parts.BENCHMARK,
     *codes.BENCHMARKS,
 )

@@ -2,16 +2,14 @@
 
 The shapes are those of figure 5 of HATA (arXiv 2506.02572). A policy's row is all that a layer does
 between its projections, as `bench.hata.workload.program` runs it; the rows of dense attention are
-attention alone. At B=1, S=128K, 32/32 heads on an H200, HATA's layer takes 2,352 us by XLA, 161
-with the kernel that selects, 91 with attention that reads the selection in place, 84 with encoding
-fused into the append, and 73 as one operation.
+attention alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +28,7 @@ from jspec.cache import Cache
 from jspec.ops.attention.dense import ATTENTION
 from jspec.policies import Policy
 
+Step = Callable[..., Any]
 SHARE = 64  # one slot in 64 is selected: 1.56 %
 # On a GPU, XLA's attention autotunes for long and never wins.
 SLOW = ("xla", "xla_blocked")
@@ -70,29 +69,33 @@ def dense_rows(case: Case, settings: Settings) -> list[point.Row]:
 
 def policy_rows(case: Case, settings: Settings) -> Iterator[point.Row]:
     """A row for each policy that the settings select."""
-    chosen = {name: x for name, x in policies(case).items() if settings.wants(name)}
-    policy_params = {name: arrays_of(policy, [spec_of(case)]) for name, policy in chosen.items()}
+    layers = {name: (policy, program(policy)) for name, policy in policies(case).items()}
+    yield from layer_rows("hata_layer", case, settings, layers)
+
+
+def layer_rows(
+    operation: str, case: Case, settings: Settings, layers: Mapping[str, tuple[Policy, Step]]
+) -> Iterator[point.Row]:
+    """A row for each of these layers that the settings select: a policy and its `program`."""
+    chosen = {name: layer for name, layer in layers.items() if settings.wants(name)}
+    policy_params = {name: arrays_of(x, [spec_of(case)]) for name, (x, _) in chosen.items()}
     new = token(case)
     sources = {
         name: Source(
-            program(policy),
-            (shapes(policy_params[name]), empty(policy, case), shapes(new)),
-            donated=(1,),
+            step, (shapes(policy_params[name]), empty(policy, case), shapes(new)), donated=(1,)
         )
-        for name, policy in chosen.items()
+        for name, (policy, step) in chosen.items()
     }
-    for name, compiled in compile_all("hata_layer", sources).items():
+    for name, compiled in compile_all(operation, sources).items():
         gc.collect()  # a failure's traceback, or a rival's tensor, may hold a cache
-        policy = chosen[name]
+        policy, _ = chosen[name]
         layer = (
             compiled
             if isinstance(compiled, Absent)
             else with_cache(name, compiled, policy, policy_params[name], new, case)
         )
         moved = needed(policy, case)
-        yield from point.measure(
-            "hata_layer", case, [layer], settings, states=("cold",), moved=moved
-        )
+        yield from point.measure(operation, case, [layer], settings, states=("cold",), moved=moved)
 
 
 def with_cache(

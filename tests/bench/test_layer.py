@@ -1,5 +1,6 @@
 """A layer of each policy: its cases, and its checks, which can fail."""
 
+import itertools
 import json
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.hata import check, layer, workload
+from bench.hata import check, layer, parts, workload
 from bench.policies import arrays_of
 from bench.report import steps
+from bench.settings import Settings
+from jspec.ops import operations
 from jspec.policies import Hata
 
 SMALL = "B=2,S=256,heads=4/2,H=16,n=96,R=32,channels=4"
@@ -113,3 +116,21 @@ def test_cases_are_checked():
     for text in ("R=48", "n=32K", "S=1K,n=16", "n=64,S=64"):
         with pytest.raises(ValueError, match="must be"):
             layer.BENCHMARK.case(text)
+
+
+def test_stages_of_the_layer_have_the_kernels_of_those_before():
+    *stages, (_, whole) = parts.stages().items()
+    assert whole == {"hash_attention": "cuda"}
+    for (_, before), (name, after) in itertools.pairwise(stages):
+        assert {**before, **parts.STAGES[name]} == after != before
+    known = {operation.name: operation.backends for operation in operations()}
+    for _, named in parts.stages().items():
+        assert all(backend in known[operation] for operation, backend in named.items())
+
+
+def test_each_stage_is_checked_and_timed_or_says_why_not():
+    case = parts.BENCHMARK.case("B=2,S=256,heads=4/2,H=64,n=96,R=32")
+    rows = {row["name"]: row for row in parts.rows(case, Settings(quick=True))}
+    assert [rows[name]["checked"] for name in ("plain", "one_operation")] == [True, True]
+    if jax.default_backend() == "cpu":
+        assert "gathered_attention cannot run as asked; triton: " in rows["gathered"]["reason"]
