@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Case
+from jspec.ops.commit import VERIFY_AND_COMMIT
 from jspec.ops.packing import pack_xla
 from jspec.ops.verify import greedy_xla
 
@@ -47,3 +48,11 @@ def assert_fused(got, arguments) -> None:
     *tokens, kv = arguments
     assert_greedy(got[:6], tokens)
     assert_packed(got[6:], (kv, jnp.asarray(got[0])))
+
+
+def assert_committed(got, arguments) -> None:
+    """What a backend of `verify_and_commit` gave is the reference's, bit for bit."""
+    expected = jax.jit(VERIFY_AND_COMMIT.backend("xla").run)(*arguments)
+    for i, (have, want) in enumerate(zip(got, expected, strict=True)):
+        assert have.dtype == want.dtype
+        np.testing.assert_array_equal(have, want, f"output {i}")

@@ -204,6 +204,7 @@ VERIFY_AND_COMMIT = Operation(
         "xla": Backend("xla", _xla, always),
         "two_steps": Backend("two_steps", _two_steps, always, composite=True),
         "cuda": "jspec.cuda_ffi.commit:VERIFY_AND_COMMIT",
+        "pallas": "jspec.pallas.commit:VERIFY_AND_COMMIT",
         "triton": "jspec.triton.commit:VERIFY_AND_COMMIT",
     },
     commit_sizes,

@@ -72,6 +72,20 @@ def test_bfloat16_logits_give_what_their_float32_values_give(name, backend):
     chex.assert_trees_all_equal(tuple(got[1:]), expected)
 
 
+def with_later_tokens(arguments) -> tuple:
+    """The arguments with a token in each slot, also in those after the last known one."""
+    *rest, tokens, cached, done = arguments
+    return *rest, jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape), cached, done
+
+
+@every_backend(VERIFY_AND_COMMIT)
+def test_slots_after_the_block_stay_as_they_are(backend):
+    case = next(x for x in VERIFY_AND_COMMIT.cases() if x.name == "odd")
+    arguments = with_later_tokens(case.arguments)
+    got = run_or_skip(called, VERIFY_AND_COMMIT, backend, *arguments)
+    chex.assert_trees_all_equal(got[2], by_hand(arguments)[1])
+
+
 def test_cases_have_rows_of_every_kind():
     """Rows that are done before, by a stop token, by their limit, and not at all."""
     case = next(x for x in VERIFY_AND_COMMIT.cases() if x.name == "many-rows")

@@ -11,17 +11,9 @@ from jspec.ops.commit import VERIFY_AND_COMMIT as OPERATION
 from jspec.triton import commit as module
 from jspec.triton.call import refuses_triton
 from jspec.triton.commit import commit_triton
+from tests.kernels import assert_committed
 from tests.ops.backends import every_case
 from tests.triton.lowering import lower
-
-REFERENCE = OPERATION.backend("xla").run
-
-
-def assert_committed(got, arguments) -> None:
-    expected = jax.jit(REFERENCE)(*arguments)
-    for i, (have, want) in enumerate(zip(got, expected, strict=True)):
-        assert have.dtype == want.dtype
-        np.testing.assert_array_equal(have, want, f"output {i}")
 
 
 @every_case(OPERATION, lambda case: case.name != "many-rows")

@@ -1,0 +1,81 @@
+"""Verification with a step's bookkeeping on Mosaic GPU: interpreted, lowered, and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec.ops.commit import VERIFY_AND_COMMIT as OPERATION
+from jspec.pallas import commit as module
+from jspec.pallas.commit import Blocks, commit_pallas
+from jspec.pallas.mosaic import refuses_pallas
+from tests.kernels import assert_committed
+from tests.ops.backends import every_case
+from tests.ops.test_commit import with_later_tokens
+from tests.pallas.mosaic import interpret, lower
+
+
+@every_case(OPERATION, lambda case: case.name != "many-rows")
+def test_equals_the_reference_when_interpreted(case):
+    arguments = case.arguments
+    assert_committed(interpret(commit_pallas, *arguments), arguments)
+
+
+@pytest.mark.parametrize("name", ["no-draft", "odd"])
+def test_parts_equal_the_reference_when_interpreted(name):
+    arguments = next(case for case in OPERATION.cases() if case.name == name).arguments
+    blocks = Blocks(whole=0, part=16, tile=64)
+    got = interpret(lambda *x: commit_pallas(*x, blocks=blocks), *arguments)
+    assert_committed(got, arguments)
+
+
+def test_slots_after_the_block_stay_as_they_are():
+    case = next(case for case in OPERATION.cases() if case.name == "odd")
+    arguments = with_later_tokens(case.arguments)
+    assert_committed(interpret(commit_pallas, *arguments), arguments)
+
+
+@every_case(OPERATION)
+@pytest.mark.parametrize("whole", [0, 2**14])
+def test_equals_the_reference_on_a_gpu(case, whole):
+    if reason := refuses_pallas():
+        pytest.skip(reason)
+    arguments = case.arguments
+    blocks = Blocks(whole=whole, part=512, tile=8192)
+    assert_committed(jax.jit(lambda *x: commit_pallas(*x, blocks=blocks))(*arguments), arguments)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "vocabulary", "launches"), [(0, 260, 1), (8, 260, 1), (0, 151936, 2), (9, 128257, 2)]
+)
+def test_is_few_launches_and_writes_in_place(gamma, vocabulary, launches):
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    logits = jax.ShapeDtypeStruct((4, gamma + 1, vocabulary), jnp.bfloat16)
+    rows = like((4, 512)), like((4,)), jax.ShapeDtypeStruct((4,), jnp.bool_)
+    text = lower(commit_pallas, like((4, gamma)), logits, *map(like, [(4,), (4, 2), (4,)]), *rows)
+    assert text.count("stablehlo.custom_call") == launches
+    assert text.count("#stablehlo.output_operand_alias<") == 3
+
+
+@pytest.mark.parametrize(
+    ("positions", "vocabulary", "dtype", "reason"),
+    [
+        (2, 0, "float32", "B=3, V=0 leave nothing to verify"),
+        (2, 9, "float64", "logits of float64 are none of float32, bfloat16, float16"),
+        (257, 9, "float32", "257 positions a row are over 256"),
+        (9, 2**27, "float32", r"logits (3, 9, 134217728) have more elements than int32 counts"),
+    ],
+)
+def test_refuses_with_a_reason(positions, vocabulary, dtype, reason):
+    draft = np.zeros((3, positions - 1), np.int32)
+    logits = np.broadcast_to(np.zeros((), dtype), (3, positions, vocabulary))
+    stops = np.zeros((3, 1), np.int32)
+    assert module.VERIFY_AND_COMMIT.supports(draft, logits, stops[:, 0], stops) == reason
+
+
+def test_refuses_more_stop_tokens_than_it_unrolls():
+    draft, logits, stops = np.zeros((3, 1)), np.zeros((3, 2, 9), np.float32), np.zeros((3, 33))
+    reason = module.VERIFY_AND_COMMIT.supports(draft, logits, stops[:, 0], stops)
+    assert reason == "33 stop tokens a row are over 32"
