@@ -14,6 +14,7 @@ from bench import workload
 from bench.cases import Case, product
 from bench.rivals import sampling, verification
 from bench.suite import OperationBenchmark, Setup, suite_of
+from jspec.ops.acceptance_scan import ACCEPTANCE_SCAN
 from jspec.ops.sample import Role, Sampling, number, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
@@ -40,6 +41,19 @@ def is_verified(tokens: workload.Tokens) -> Callable[[Any], bool]:
     """A check that the first six outputs are the fields of `Verified`."""
     expected = workload.expected_verified(tokens)
     return lambda outputs: all(map(np.array_equal, outputs, expected))
+
+
+def scan_setup(case: Case) -> Setup:
+    """The verification paper's comparison: all write the accepted count, the mismatch flag and the
+    next token, and nothing else."""
+    tokens = workload.make_tokens(case["B"], case["gamma"], case["alpha"])
+    accepted, _, mismatch, following, *_ = workload.expected_verified(tokens)
+    return Setup(
+        tuple(map(jax.device_put, (tokens.draft, tokens.target))),
+        lambda outputs: all(map(np.array_equal, outputs, (accepted, mismatch, following))),
+        sum(x.nbytes for x in (tokens.draft, tokens.target)),
+        rivals=verification.verify(tokens),
+    )
 
 
 def stochastic_setup(case: Case) -> Setup:
@@ -106,6 +120,16 @@ GREEDY = OperationBenchmark(
     quick=product(B=(1, 32), gamma=(8, 128), alpha=(0.3, 0.6, 0.9)),
     cpu=product(B=(1, 32), gamma=(8, 128), alpha=(0.3, 0.9)),
 )
+SCAN = OperationBenchmark(
+    operation=ACCEPTANCE_SCAN,
+    setup=scan_setup,
+    rivals=verification.VERIFY,
+    states=("warm",),
+    default={"B": 32, "gamma": 128, "alpha": 0.9},
+    gpu=product(B=(1, 4, 16, 32), gamma=(4, 8, 16, 32, 64, 128), alpha=(0.3, 0.6, 0.9)),
+    quick=product(B=(32,), gamma=(8, 128), alpha=(0.3, 0.9)),
+    cpu=product(B=(32,), gamma=(8, 128), alpha=(0.3, 0.9)),
+)
 DRAFTS = ("one-hot", "logits")
 STOCHASTIC = OperationBenchmark(
     operation=VERIFY_STOCHASTIC,
@@ -121,8 +145,9 @@ STOCHASTIC = OperationBenchmark(
 )
 SUITE = suite_of(
     "verify",
-    "verification, greedy and stochastic: every backend, PyTorch eager and as a CUDA graph, "
-    "FlashInfer",
+    "verification, greedy and stochastic, and the acceptance scan alone: every backend, PyTorch "
+    "eager and as a CUDA graph, FlashInfer",
     GREEDY,
     STOCHASTIC,
+    SCAN,
 )

@@ -25,7 +25,12 @@ from jspec.typing import Array
 
 # Names of the handlers by subject; XLA knows each as jspec_NAME.
 TARGETS = {
-    "verify": ("verify_greedy", "verify_greedy_naive", "verify_and_commit"),
+    "verify": (
+        "verify_greedy",
+        "verify_and_commit",
+        "acceptance_scan",
+        "acceptance_scan_naive",
+    ),
     "pack": ("pack", "verify_and_pack", "verify_and_pack_single"),
     "sample": ("verify_stochastic", "sample"),
     "linear": ("linear", "linear_chain"),

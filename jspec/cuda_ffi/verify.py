@@ -1,14 +1,13 @@
-"""Greedy verification by CUDA kernels: a warp a sequence, or a thread a sequence."""
+"""Greedy verification and the acceptance scan by CUDA kernels."""
 
 from __future__ import annotations
-
-import functools
 
 import numpy as np
 
 from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
+from jspec.ops.acceptance_scan import scan_like
 from jspec.ops.verify import greedy_sizes, verified_like
 from jspec.typing import Array
 
@@ -30,21 +29,29 @@ def _supports(
     return refuses(draft_tokens, stop_tokens) or library.refusal("verify")
 
 
-def _run(backend: str, target: str, *arguments: Array) -> tuple[Array, ...]:
-    # Of a block. The ballot kernel gives each warp a sequence, the naive one 32.
-    warps = tuned.block("verify_greedy", backend, greedy_sizes(*arguments))["warps"]
+def _run(*arguments: Array) -> tuple[Array, ...]:
+    return _call("verify_greedy", "cuda", "verify_greedy", verified_like(arguments[0]), *arguments)
+
+
+def _call(operation: str, backend: str, target: str, outputs, *arguments: Array):
+    # Warps of a block. A warp has a sequence, or 32 of them in the naive scan.
+    warps = tuned.block(operation, backend, greedy_sizes(*arguments))["warps"]
     return library.call(
-        target,
-        verified_like(arguments[0]),
-        *arguments,
-        vmap_method="broadcast_all",
-        warps=np.int32(warps),
+        target, outputs, *arguments, vmap_method="broadcast_all", warps=np.int32(warps)
     )
 
 
-def _backend(name: str, target: str) -> Backend:
-    return Backend(name, functools.partial(_run, name, target), _supports)
+def _supports_scan(draft_tokens: Array, target_tokens: Array) -> str | None:
+    return refuses(draft_tokens, target_tokens) or library.refusal("verify")
 
 
-BALLOT = _backend("cuda", "verify_greedy")
-NAIVE = _backend("cuda_naive", "verify_greedy_naive")
+def _scan(name: str, target: str) -> Backend:
+    def run(*arguments: Array) -> tuple[Array, ...]:
+        return _call("acceptance_scan", name, target, scan_like(arguments[0]), *arguments)
+
+    return Backend(name, run, _supports_scan)
+
+
+BALLOT = Backend("cuda", _run, _supports)
+SCAN = _scan("cuda", "acceptance_scan")
+NAIVE_SCAN = _scan("cuda_naive", "acceptance_scan_naive")

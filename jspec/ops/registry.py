@@ -30,6 +30,7 @@ _HOMES = (
     "jspec.ops.route:ROUTE",
     "jspec.ops.grouped:GROUPED",
     "jspec.ops.verify:VERIFY_GREEDY",
+    "jspec.ops.acceptance_scan:ACCEPTANCE_SCAN",
     "jspec.ops.stochastic:VERIFY_STOCHASTIC",
     "jspec.ops.sample:SAMPLE",
     "jspec.ops.packing:PACK",
@@ -47,4 +48,4 @@ def operations() -> tuple[Operation, ...]:
 
 def step_operations() -> list[Operation]:
     """Operations of a step, those that a model or a policy calls by itself included."""
-    return [x for x in operations() if x.name not in ("pack", "verify_and_pack")]
+    return [x for x in operations() if x.name not in ("acceptance_scan", "pack", "verify_and_pack")]

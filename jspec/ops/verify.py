@@ -136,7 +136,6 @@ VERIFY_GREEDY = Operation(
     {
         "xla": Backend("xla", greedy_xla, always),
         "cuda": "jspec.cuda_ffi.verify:BALLOT",
-        "cuda_naive": "jspec.cuda_ffi.verify:NAIVE",
         "pallas": "jspec.pallas.verify:VERIFY_GREEDY",
         "triton": "jspec.triton.verify:VERIFY_GREEDY",
     },

@@ -149,18 +149,18 @@ def _committed(
         *verified, block = refs
         at = lax.axis_index("row")
         cached_before, ended, limit = cached[at], done[at], limits[at]
+        tokens = verify.TokenRefs(draft, None, lengths, stops)
         begins = starts(gamma, tile.size) if gamma else []
         pieces = [
             (
                 (at, tile.at(start)),
                 tile.positions(start),
-                tile.fetch_positions(draft.at[at, tile.at(start)]),
+                tile.fetch_positions(tokens.draft.at[at, tile.at(start)]),
                 tile.first_of_largest(read_refs, at, start),
             )
             for start in begins
         ]
         bonus = _Tile(1, tile.columns).first_of_largest(read_refs, at, gamma)
-        tokens = verify.TokenRefs(draft, None, lengths, stops)
         length = jnp.minimum(lengths[at], gamma)
         row = verify.Row(at, length, tokens.stop_ids(at), bonus, pieces)
         event = verify.end_event(row, gamma)

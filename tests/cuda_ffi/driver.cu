@@ -5,6 +5,7 @@
 #include "pack/kv.h"
 #include "verify/commit.h"
 #include "verify/row.h"
+#include "verify/scan.h"
 
 using namespace jspec;
 
@@ -75,8 +76,6 @@ void run(int batch, int gamma, int stops, int row_bytes) {
   };
   launched(verify_ballot(device, 4, nullptr));
   verified("ballot");
-  launched(verify_naive(device, 1, nullptr));
-  verified("naive");
 
   std::vector<int32_t> offsets;
   std::vector<char> packed;
@@ -188,7 +187,36 @@ void run_commit(int batch, int gamma, int stops, int vocabulary) {
   }
 }
 
+// The acceptance scan by ballots and by a thread a row.
+void run_scan(int batch, int gamma) {
+  std::vector<int32_t> target(batch * (gamma + 1)), draft(batch * gamma);
+  for (int32_t& token : target) token = random_below(50);
+  for (int i = 0; i < batch * gamma; ++i) {
+    draft[i] = random_below(gamma + 2) ? target[i + i / gamma] : -1;
+  }
+  std::vector<int32_t> accepted(batch), next(batch);
+  std::vector<Flag> mismatch(batch);
+  const auto flags = [](Flag* flags) { return reinterpret_cast<bool*>(flags); };
+  for (int row = 0; row < batch; ++row) {
+    scan_row(Scan{draft.data(), target.data(), accepted.data(), flags(mismatch.data()),
+                  next.data(), batch, gamma},
+             row);
+  }
+  Device<int32_t> d_draft(draft), d_target(target), d_accepted(batch), d_next(batch);
+  Device<Flag> d_mismatch(batch);
+  for (const auto scan : {scan_ballot, scan_naive}) {
+    d_accepted.fill(0x55);
+    d_next.fill(0x55);
+    launched(scan(Scan{d_draft.data, d_target.data, d_accepted.data, flags(d_mismatch.data),
+                       d_next.data, batch, gamma},
+                  4, nullptr));
+    expect(d_accepted.holds(accepted) && d_mismatch.holds(mismatch) && d_next.holds(next),
+           scan == scan_naive ? "naive scan" : "ballot scan", batch, gamma, 0);
+  }
+}
+
 int main() {
+  for (const int gamma : {0, 1, 8, 32, 33, 128, 129, 500}) run_scan(37, gamma);
   for (const int vocabulary : {5, 41, 260, 1000}) {
     run_commit(1, 5, 1, vocabulary);
     run_commit(9, 33, 2, vocabulary);

@@ -48,6 +48,7 @@ TOKENS = [
     ((B,), jnp.int32),
     ((B, 1), jnp.int32),
 ]
+SCANNED = [VERIFIED[0], *VERIFIED[2:4]]
 STATE = [((B, S), jnp.int32), ((B,), jnp.int32), ((B,), jnp.bool_)]
 LARGEST = [((B, GAMMA + 1, 3), dtype) for dtype in (jnp.float32, jnp.int32)]  # of 3 parts
 KV, LENGTHS = ((B, GAMMA, D), jnp.float32), ((B,), jnp.int32)
@@ -78,7 +79,8 @@ ATTENTION = {"scale": np.float32(0.1), "parts": np.int32(16)}
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
-    "verify_greedy_naive": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
+    "acceptance_scan": (TOKENS[:2], SCANNED, {"warps": np.int32(1)}, None),
+    "acceptance_scan_naive": (TOKENS[:2], SCANNED, {"warps": np.int32(1)}, None),
     "verify_and_commit": (
         [TOKENS[0], ((B, GAMMA + 1, 48), jnp.bfloat16), *TOKENS[2:], LENGTHS, *STATE],
         [*VERIFIED, ((B, GAMMA + 3), jnp.int32), *STATE, *LARGEST],

@@ -5,7 +5,7 @@ namespace jspec {
 
 const char* verify_and_pack(const Greedy& greedy, const Pack& given, const Cut& cut,
                             Stream stream) {
-  verify_naive(greedy, 1, stream);
+  verify_ballot(greedy, 1, stream);
   Pack packing = given;
   packing.accepted = greedy.accepted;
   return pack(packing, cut, stream);

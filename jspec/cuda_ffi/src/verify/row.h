@@ -1,5 +1,5 @@
 // Greedy verification of one sequence by one thread: a serial scan that ends at the first mismatch.
-// The naive CUDA kernel and the CPU handlers run it.
+// The CPU handlers run it.
 #pragma once
 
 #include "common/host_device.h"

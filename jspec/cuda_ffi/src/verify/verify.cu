@@ -1,6 +1,7 @@
-// Greedy verification on a GPU: a warp a sequence, or, as the baseline, a thread a sequence.
+// Greedy verification on a GPU, a warp a sequence; and the acceptance scan by a warp a sequence or,
+// as the baseline, by a thread a sequence.
 #include "verify/ballot.cuh"
-#include "verify/row.h"
+#include "verify/scan.h"
 
 namespace jspec {
 namespace {
@@ -11,10 +12,46 @@ __global__ void ballot_kernel(const Greedy greedy) {
   if (row < greedy.batch) verify_warp<Token, chunks>(greedy, row, [](int, int, bool) {});
 }
 
-template <typename Token>
-__global__ void naive_kernel(const Greedy greedy) {
+// One lane a position, as in `verify_warp`, without what the scan does not write.
+__global__ void scan_ballot_kernel(const Scan scan) {
+  constexpr int kChunks = 4;  // of 32 positions, whose loads are in flight together
+  const int64_t row = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  if (row >= scan.batch) return;
+  const int lane = threadIdx.x % 32, gamma = scan.gamma;
+  const int32_t* draft = scan.draft_tokens + row * gamma;
+  const int32_t* target = scan.target_tokens + row * (gamma + 1);
+  int32_t next = target[gamma];
+  int accepted = gamma;
+  for (int start = 0; start < gamma; start += kChunks * 32) {
+    int32_t drafted[kChunks], expected[kChunks];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int at = start + c * 32 + lane;
+      drafted[c] = at < gamma ? draft[at] : 0;
+      expected[c] = at < gamma ? target[at] : 0;
+    }
+    int first = gamma;
+#pragma unroll
+    for (int c = kChunks - 1; c >= 0; --c) {
+      const unsigned differs = __ballot_sync(kAllLanes, drafted[c] != expected[c]);
+      if (differs) first = start + c * 32 + __ffs(differs) - 1;
+    }
+    accepted = min(accepted, first);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (start + c * 32 + lane == accepted && accepted < gamma) next = expected[c];
+    }
+  }
+  if (lane == accepted % 32) {
+    scan.accepted[row] = accepted;
+    scan.mismatch[row] = accepted < gamma;
+    scan.next_token[row] = next;
+  }
+}
+
+__global__ void scan_naive_kernel(const Scan scan) {
   const int64_t row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row < greedy.batch) verify_row<Token>(greedy, row);
+  if (row < scan.batch) scan_row(scan, row);
 }
 
 }  // namespace
@@ -27,14 +64,14 @@ const char* verify_ballot(const Greedy& greedy, int warps, Stream stream) {
   });
 }
 
-const char* verify_naive(const Greedy& greedy, int warps, Stream stream) {
+const char* scan_ballot(const Scan& scan, int warps, Stream stream) {
+  scan_ballot_kernel<<<(scan.batch + warps - 1) / warps, warps * 32, 0, stream>>>(scan);
+  return launch_error();
+}
+
+const char* scan_naive(const Scan& scan, int warps, Stream stream) {
   const int threads = warps * 32;
-  const unsigned blocks = (greedy.batch + threads - 1) / threads;
-  if (greedy.wide) {
-    naive_kernel<int64_t><<<blocks, threads, 0, stream>>>(greedy);
-  } else {
-    naive_kernel<int32_t><<<blocks, threads, 0, stream>>>(greedy);
-  }
+  scan_naive_kernel<<<(scan.batch + threads - 1) / threads, threads, 0, stream>>>(scan);
   return launch_error();
 }
 

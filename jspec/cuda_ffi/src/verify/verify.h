@@ -24,8 +24,21 @@ struct Greedy {
   bool wide;
 };
 
-// Each returns what went wrong, or null. A block holds `warps` warps.
+// What jspec/ops/acceptance_scan.py takes and gives: no ragged drafts, no stop tokens, no block.
+struct Scan {
+  const int32_t* draft_tokens;   // [batch, gamma]
+  const int32_t* target_tokens;  // [batch, gamma + 1]
+  int32_t* accepted;             // [batch]
+  bool* mismatch;                // [batch]
+  int32_t* next_token;           // [batch]
+  int64_t batch;
+  int32_t gamma;
+};
+
+// Each returns what went wrong, or null. A block holds `warps` warps, and a warp has a sequence, or
+// where naive 32, one a thread.
 const char* verify_ballot(const Greedy& greedy, int warps, Stream stream);
-const char* verify_naive(const Greedy& greedy, int warps, Stream stream);
+const char* scan_ballot(const Scan& scan, int warps, Stream stream);
+const char* scan_naive(const Scan& scan, int warps, Stream stream);
 
 }  // namespace jspec
