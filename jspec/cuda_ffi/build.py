@@ -36,6 +36,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "select": (),
     "hashed": (),
     "attention": (),
+    "gathered": (),
     "host": (),
     "exchange": (),
 }

@@ -38,6 +38,7 @@ TARGETS = {
     "select": ("select",),
     "hashed": ("hash_select", "hash_attention"),
     "attention": ("attention", "scored_attention"),
+    "gathered": ("gathered_attention",),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),
     "exchange": ("exchange",),
 }

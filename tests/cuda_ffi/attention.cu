@@ -13,24 +13,6 @@ const char* attention(const Attention& attention, Stream stream);
 
 using namespace jspec;
 
-std::vector<uint16_t> random_values(size_t count) {
-  std::vector<uint16_t> values(count);
-  for (uint16_t& x : values) x = narrow((random_below(2001) - 1000) / 500.0f);
-  return values;
-}
-
-// Whether what lies on the device is near `want`, which may be infinite.
-template <typename T, typename Wide>
-bool near(const Device<T>& got, const std::vector<T>& want, float tolerance, Wide wide_of) {
-  std::vector<T> host(want.size());
-  cudaMemcpy(host.data(), got.data, host.size() * sizeof(T), cudaMemcpyDeviceToHost);
-  for (size_t i = 0; i < want.size(); ++i) {
-    const float x = wide_of(host[i]), y = wide_of(want[i]);
-    if (x != y && !(std::abs(x - y) <= tolerance)) return false;
-  }
-  return true;
-}
-
 bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels, int parts,
          bool scored) {
   const int rows = tokens * group, heads = batch * kv_heads;

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <vector>
 
+#include "common/bfloat16_cpu.h"
+
 // An array on the device, of exactly its size, so that a byte beyond it is an error.
 template <typename T>
 struct Device {
@@ -57,4 +59,23 @@ inline std::vector<int32_t> some_counts(int rows, int most) {
   std::vector<int32_t> counts(rows);
   for (int32_t& x : counts) x = random_below(3) ? random_below(most + 3) - 1 : most;
   return counts;
+}
+
+// Random numbers of bfloat16 in -2 .. 2.
+inline std::vector<uint16_t> random_values(size_t count) {
+  std::vector<uint16_t> values(count);
+  for (uint16_t& x : values) x = jspec::narrow((random_below(2001) - 1000) / 500.0f);
+  return values;
+}
+
+// Whether what lies on the device is near `want`, which may be infinite.
+template <typename T, typename Wide>
+bool near(const Device<T>& got, const std::vector<T>& want, float tolerance, Wide wide_of) {
+  std::vector<T> host(want.size());
+  cudaMemcpy(host.data(), got.data, host.size() * sizeof(T), cudaMemcpyDeviceToHost);
+  for (size_t i = 0; i < want.size(); ++i) {
+    const float x = wide_of(host[i]), y = wide_of(want[i]);
+    if (x != y && !(std::abs(x - y) <= tolerance)) return false;
+  }
+  return true;
 }

@@ -17,6 +17,7 @@ PROGRAMS = {
     "select.cu": ("select/select.cu",),
     "hashed.cu": ("hashed/hashed.cu",),
     "attention.cu": ("attention/attention.cu",),
+    "gathered.cu": ("gathered/gathered.cu",),
 }
 
 

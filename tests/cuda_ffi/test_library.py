@@ -75,6 +75,7 @@ HALVES = [((B, *shape, 64), jnp.bfloat16) for shape in ((3, 4), (16, 2), (16, 2)
 ATTENDED = [*HALVES, ((B, 3), jnp.int32)]
 PARTS = [((B, 2, 16, 6, size), jnp.float32) for size in (64, 2)]
 RESULTS = [HALVES[0], ((B, 3, 4), jnp.float32), *PARTS]
+SELECTED, TAIL = ((B, 2, 33), jnp.int32), ((B, 5), jnp.int32)
 ATTENTION = {"scale": np.float32(0.1), "parts": np.int32(16)}
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
@@ -142,6 +143,12 @@ CALLS = {
         ATTENTION,
         None,
     ),
+    "gathered_attention": (
+        [*ATTENDED, SELECTED, TAIL, LENGTHS, ((B, 2), jnp.int32)],
+        [HALVES[0], ((B, 3, 4), jnp.float32), *[((B, 2, 3, 6, n), jnp.float32) for n in (64, 2)]],
+        {"scale": np.float32(0.1), "parts": np.int32(3), "stages": np.int32(2)},
+        None,
+    ),
     "hash_select": (
         HASH,
         [SLOTS, ((B, HASH_WORDS), jnp.uint32)],
@@ -205,7 +212,7 @@ def test_every_wrong_shape_and_dtype_is_an_invalid_argument(target, kernels):
         if i in aliased(aliases, count):
             continue  # JAX itself refuses aliases of different shapes
         changes = [(shape, jnp.float16), ((*shape[:-1], shape[-1] + 1) if shape else (2,), dtype)]
-        if shape in (TOKENS[3][0], CHOSEN[0]):
+        if shape in (TOKENS[3][0], CHOSEN[0], SELECTED[0], TAIL[0]):
             changes.pop()  # there may be any number of stop tokens, and of slots
         for change in changes:
             bad = [*both[:i], change, *both[i + 1 :]]
@@ -233,6 +240,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ("hash_select", {"parts": np.int32(0)}, r"parts=0 in 1\.\.1024"),
         ("hash_attention", {"tail": np.int32(0)}, "tail=0 must be"),
         ("attention", {"parts": np.int32(33)}, "33 parts must have .* up to 32 parts"),
+        ("gathered_attention", {"stages": np.int32(9)}, "9 stages must have .* 2 to 8 stages"),
         ("select", {"counted": np.int32(0)}, "counted=0 must be at least 256"),
         ("select", {"sinks": np.int32(-1)}, r"sinks=-1 and recent=0 must be \[\.\.\., k\]"),
         ("linear_chain", {"added": np.zeros(1, np.int32)}, r"added\[0\]=0 is no product before it"),
@@ -252,6 +260,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         "parts",
         "tail",
         "attention-parts",
+        "gathered-stages",
         "none",
         "sinks",
         "added",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -175,19 +176,24 @@ def gathered_sizes(
 
 
 def _cases() -> list[Case]:
-    """Two tokens after five selected ones of ten, without and with weights, by NumPy."""
+    """Two tokens after five selected ones of ten, without and with weights, by NumPy.
+
+    Also in bfloat16 with 64 channels, for kernels that use matrix units.
+    """
     chosen = np.array([[7, 0, -1, 3, 4, 9]], np.int32)
     weights = np.random.default_rng(1).standard_normal((1, 2, 2, 6)).astype(np.float32)
     weights[0, 0, 1, 3] = -np.inf
 
-    def build() -> tuple[np.ndarray, ...]:
+    def build(size: int, dtype: str) -> tuple[np.ndarray, ...]:
         rng = np.random.default_rng(0)
-        q, k, v = (rng.standard_normal((1, n, 2, 16), np.float32) for n in (2, 12, 12))
+        shapes = [(1, n, 2, size) for n in (2, 12, 12)]
+        q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
         positions, tail = np.array([[10, 11]], np.int32), np.array([[10, 11]], np.int32)
         return q, k, v, positions, chosen, tail, np.array([10], np.int32)
 
-    def expected(weighted: bool) -> tuple[np.ndarray, np.ndarray]:
-        q, k, v, *_ = build()
+    def expected(weighted: bool, *sizes: Any) -> tuple[np.ndarray, np.ndarray]:
+        arrays = build(*sizes)
+        q, k, v = (np.asarray(x, np.float32) for x in arrays[:3])
         scores = np.einsum("btnh,bsnh->bnts", q, k) / 4
         if weighted:
             is_slot = chosen[0] >= 0
@@ -196,20 +202,29 @@ def _cases() -> list[Case]:
         scores = np.where(np.array(read), scores, -np.inf)
         lse = np.log(np.exp(scores).sum(axis=-1))
         out = np.einsum("bnts,bsnh->btnh", np.exp(scores - lse[..., None]), v)
-        return out, np.swapaxes(lse, 1, 2)
+        return out.astype(arrays[0].dtype), np.swapaxes(lse, 1, 2)
 
-    def case(name: str, log_weights: np.ndarray | None) -> Case:
+    def case(name: str, log_weights: np.ndarray | None, *sizes: Any) -> Case:
         static = {"counts": None, "scale": 0.25, "softcap": None, "value_size": None}
         static["log_weights"] = log_weights
-        expected_case = functools.partial(expected, log_weights is not None)
-        return Case(name, build, static, small=True, expected=expected_case)
+        builder = functools.partial(build, *sizes)
+        expected_case = functools.partial(expected, log_weights is not None, *sizes)
+        return Case(name, builder, static, small=True, expected=expected_case)
 
-    return [case("two-tokens", None), case("weighted", weights)]
+    return [
+        case("two-tokens", None, 16, "float32"),
+        case("weighted", weights, 16, "float32"),
+        case("channels-64", None, 64, "bfloat16"),
+    ]
 
 
 GATHERED = Operation(
     "gathered_attention",
-    {"xla": Backend("xla", _xla, always), "triton": "jspec.triton.gathered:GATHERED"},
+    {
+        "xla": Backend("xla", _xla, always),
+        "triton": "jspec.triton.gathered:GATHERED",
+        "cuda": "jspec.cuda_ffi.gathered:GATHERED",
+    },
     gathered_sizes,
     _cases,
 )

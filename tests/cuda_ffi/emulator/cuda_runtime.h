@@ -215,7 +215,11 @@ inline uint64_t __cvta_generic_to_shared(const void* pointer) {
 using cudaError_t = int;
 using cudaStream_t = struct CUstream_st*;
 enum { cudaSuccess = 0 };
-enum { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
+enum {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum { cudaLaunchAttributeProgrammaticStreamSerialization };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
@@ -260,6 +264,7 @@ cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
   // Few multiprocessors, so that a persistent program has several items.
   *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 9;
+  if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = emulator::kSharedBytes;
   return cudaSuccess;
 }
 

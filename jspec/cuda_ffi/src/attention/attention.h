@@ -2,13 +2,13 @@
 // The arrays are those of jspec/ops/attention; queries, keys, values and outputs are bfloat16.
 #pragma once
 
+#include "attention/parts.h"
 #include "common/launch.h"
 
 namespace jspec {
 
 constexpr int kMaxRows = 128;  // query rows that share a key-value head
 constexpr int kMaxTokens = 32;
-constexpr int kMaxParts = 32;
 // The keys of a head are distributed in blocks, block i to part i % parts, whatever their number.
 constexpr int kBlock = 128;
 

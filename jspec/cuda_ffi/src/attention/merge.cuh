@@ -1,13 +1,15 @@
 // The merge of the parts of attention into its results.
 #pragma once
 
+#include "attention/parts.h"
 #include "attention/softmax.cuh"
 #include "common/dependent.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr int kMergeThreads = 256, kLanes = 32;  // a warp merges a row, of up to as many parts
+constexpr int kMergeThreads = 256, kLanes = 32;  // a warp merges a row
+static_assert(kMaxParts <= kLanes);
 
 struct Merge {
   const float* partial_out;   // [batch, kv_heads, parts, tokens * group, channels]

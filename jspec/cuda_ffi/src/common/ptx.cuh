@@ -25,4 +25,66 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
   return both;
 }
 
+// Starts the copy of 16 bytes to shared memory; zeros where not `there`.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// Makes a group of the copies that this thread started since the last group.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void await_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Waits for all groups of this thread but the last `pending`, at most 6.
+__device__ __forceinline__ void await_copies(int pending) {
+  switch (pending) {
+    case 0: return await_copy_groups<0>();
+    case 1: return await_copy_groups<1>();
+    case 2: return await_copy_groups<2>();
+    case 3: return await_copy_groups<3>();
+    case 4: return await_copy_groups<4>();
+    case 5: return await_copy_groups<5>();
+    default: return await_copy_groups<6>();
+  }
+}
+
+// A barrier of kThreads threads, by a number from 1 to 15.
+template <int kThreads>
+__device__ __forceinline__ void barrier_of(int number) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
+}
+
+// Loads four matrices of 8 x 8 bfloat16: lane 8 i + r passes the address of row r of matrix i.
+template <bool kTransposed>
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
+  if (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  }
+}
+
+// sum += a b of 16 rows, 16 inner and 8 columns. `sum` is four numbers of a thread.
+__device__ __forceinline__ void multiply_add(float* sum, const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 }  // namespace jspec

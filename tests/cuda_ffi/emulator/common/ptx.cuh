@@ -14,4 +14,81 @@ inline float exp2_fast(float x) { return std::exp2(x); }
 
 inline uint32_t packed(float low, float high) { return uint32_t(narrow(high)) << 16 | narrow(low); }
 
+// A copy that was started. Until it is awaited its target is NaN: hardware writes at any moment
+// between.
+struct StartedCopy {
+  void* to;
+  const void* from;
+  bool there;
+};
+
+inline std::vector<std::vector<StartedCopy>> copies[1024];  // groups of each thread; the last is open
+
+inline const bool has_copies = [] {
+  emulator::resets.push_back([] {
+    for (auto& groups : copies) groups.assign(1, {});
+  });
+  return true;
+}();
+
+inline void copy_async(void* to, const void* from, bool there) {
+  if (shared_address(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
+    emulator::fail("a copy that is not aligned");
+  }
+  std::memset(to, 0xff, 16);
+  copies[threadIdx.x].back().push_back({to, from, there});
+}
+
+inline void commit_copies() { copies[threadIdx.x].emplace_back(); }
+
+inline void await_copies(int pending) {
+  auto& groups = copies[threadIdx.x];
+  while (int(groups.size()) - 1 > pending) {
+    for (const StartedCopy& x : groups.front()) {
+      if (x.there) std::memcpy(x.to, x.from, 16);
+      if (!x.there) std::memset(x.to, 0, 16);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+template <int kThreads>
+void barrier_of(int number) {
+  emulator::named[number].meet(kThreads);
+}
+
+template <bool kTransposed>
+void load_matrices(uint32_t (&to)[4], const void* row) {
+  const auto rows = emulator::warp_values(row);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) {
+    int banks = 0;
+    for (int j = 0; j < 8; ++j) banks |= 1 << shared_address(rows[8 * i + j]) / 16 % 8;
+    if (banks != 0xff) emulator::fail("rows of a matrix share banks");
+    uint16_t values[2];
+    for (int j = 0; j < 2; ++j) {
+      const int outer = lane / 4, inner = 2 * (lane % 4) + j;
+      const void* from = rows[8 * i + (kTransposed ? inner : outer)];
+      if (shared_address(from) % 16) emulator::fail("a row of a matrix that is not aligned");
+      std::memcpy(&values[j], static_cast<const uint16_t*>(from) + (kTransposed ? outer : inner), 2);
+    }
+    to[i] = uint32_t(values[1]) << 16 | values[0];
+  }
+}
+
+inline void multiply_add(float* sum, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const auto all = emulator::warp_values(std::array<uint32_t, 6>{a[0], a[1], a[2], a[3], b0, b1});
+  const int eighth = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+  const auto half_of = [](uint32_t both, int i) { return wide(both >> 16 * i); };
+  for (int i = 0; i < 2; ++i) {    // row eighth + 8 i
+    for (int j = 0; j < 2; ++j) {  // column 2 quarter + j
+      for (int inner = 0; inner < 16; ++inner) {
+        const int of = inner % 8 / 2, high = inner / 8;
+        sum[2 * i + j] += half_of(all[4 * eighth + of][2 * high + i], inner % 2) *
+                          half_of(all[4 * (2 * quarter + j) + of][4 + high], inner % 2);
+      }
+    }
+  }
+}
+
 }  // namespace jspec

@@ -1,0 +1,8 @@
+// What the handlers of split attention know of its parts.
+#pragma once
+
+namespace jspec {
+
+constexpr int kMaxParts = 32;  // into which keys may be split: a lane of a warp merges each
+
+}  // namespace jspec

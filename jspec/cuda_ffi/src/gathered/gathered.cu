@@ -1,0 +1,231 @@
+// Attention over selected slots of a cache, read in place.
+//
+// A team of one, two or four warps attends to a part of a list: the tail first, then the selection.
+// Each warp has 16 query rows of a head. The team copies keys and values of 16 slots at a time into
+// a ring of tiles in shared memory, several tiles ahead. With one warp per head nothing is shared:
+// warps of neighbouring heads read neighbouring memory of the same slots, and never wait for each
+// other. docs/attention.md says more.
+#include <algorithm>
+
+#include "attention/merge.cuh"
+#include "attention/softmax.cuh"
+#include "gathered/gathered.h"
+
+namespace jspec {
+namespace {
+
+constexpr int kTile = 16;      // slots
+constexpr int kWarpRows = 16;  // query rows of a warp
+constexpr int kWarps = 4;      // of a block
+
+// Bytes of keys and values of a tile. A slot's row has units of 16 bytes, of which unit u of row r
+// is stored as unit u ^ r % 8, so that eight rows of a unit are in different banks.
+template <int kChannels>
+constexpr int kTileBytes = 2 * kTile * kChannels * 2;
+
+template <int kChannels>
+JSPEC_HOST_DEVICE constexpr int place_of(int row, int unit) {
+  return (row * (kChannels / 8) + (unit ^ row % 8)) * 16;
+}
+
+// How many tiles a part has at most.
+JSPEC_HOST_DEVICE inline int max_tiles(const Gathered& g) {
+  const int tiles = (g.tail_count + g.selected_count + kTile - 1) / kTile;
+  return (tiles + g.parts - 1) / g.parts;
+}
+
+template <int kTeam>
+__device__ __forceinline__ void meet(int team) {
+  if constexpr (kTeam == 1) {
+    __syncwarp();
+  } else {
+    barrier_of<32 * kTeam>(1 + team);
+  }
+}
+
+template <int kChannels, int kTeam>
+__global__ void __launch_bounds__(kWarps * 32, 3)
+    gathered_parts(const __grid_constant__ Gathered g) {
+  constexpr int kThreads = 32 * kTeam, kChunks = kChannels / kChunk, kUnits = kChannels / 8;
+  extern __shared__ char memory[];
+  const int team = threadIdx.x / kThreads, thread = threadIdx.x % kThreads;
+  const int lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
+  const int rows = g.tokens * g.group;
+  const int row_tiles = (rows + kWarpRows * kTeam - 1) / (kWarpRows * kTeam);
+  // The item of this team: neighbours have neighbouring heads.
+  int rest = blockIdx.x * (kWarps / kTeam) + team;
+  const int head = rest % g.kv_heads;
+  rest /= g.kv_heads;
+  const int first_row = (rest % row_tiles * kTeam + thread / 32) * kWarpRows;
+  rest /= row_tiles;
+  const int part = rest % g.parts, batch_row = rest / g.parts;
+  if (batch_row >= g.batch) return;
+
+  const int64_t list = int64_t(batch_row) * g.lists + (g.lists > 1 ? head : 0);
+  const int32_t* positions = g.positions + int64_t(batch_row) * g.tokens;
+  int newest = -1;
+  for (int i = lane; i < g.tokens; i += 32) newest = max(newest, positions[i]);
+  newest = __reduce_max_sync(kAllLanes, newest);
+  const int count = g.counts ? min(max(g.counts[list], 0), g.selected_count) : g.selected_count;
+  const int context_len = g.context_len[batch_row];
+  // Entries of the list: the slots of the tail, then those that were selected.
+  const int entries = g.tail_count + count, all_tiles = (entries + kTile - 1) / kTile;
+  const int begin = int64_t(part) * all_tiles / g.parts;
+  const int tiles = int64_t(part + 1) * all_tiles / g.parts - begin;
+
+  char* ring = memory + team * g.stages * kTileBytes<kChannels>;
+  int* listed = reinterpret_cast<int*>(memory +
+                                       kWarps / kTeam * g.stages * kTileBytes<kChannels>) +
+                team * max_tiles(g) * kTile;
+  const int32_t* tail = g.tail + int64_t(batch_row) * g.tail_count;
+  const int32_t* selected = g.selected + list * g.selected_count;
+  // A slot that no query reads may hold anything, and 0 * NaN is NaN: it is -1 in the list.
+  for (int i = thread; i < tiles * kTile; i += kThreads) {
+    const int entry = begin * kTile + i;
+    int slot = -1;
+    if (entry < g.tail_count) {
+      if (context_len + entry <= newest) slot = tail[entry];
+    } else if (entry < entries && newest >= 0) {
+      slot = selected[entry - g.tail_count];
+    }
+    listed[i] = slot;
+  }
+
+  Softmax<2> softmax;
+  softmax.unit = g.scale * kLog2e;
+  softmax.clear();
+  uint32_t q[kChannels / 16][4] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + eighth + 8 * i;
+    softmax.last[i] = -1;
+    if (row >= rows) continue;
+    const int token = row / g.group;
+    softmax.last[i] = positions[token];
+    const int64_t at_token = (int64_t(batch_row) * g.tokens + token) * g.kv_heads + head;
+    const uint16_t* source = g.q + (at_token * g.group + row % g.group) * kChannels;
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      q[j / 2][j % 2 * 2 + i] = *reinterpret_cast<const uint32_t*>(source + 8 * j + 2 * quarter);
+    }
+  }
+  meet<kTeam>(team);  // the list is complete
+
+  const int64_t slot_size = int64_t(g.kv_heads) * kChannels;
+  const int64_t base = int64_t(batch_row) * g.slots * slot_size + head * kChannels;
+  int next = 0, next_slot = 0;  // the tile that is copied next, and its place in the ring
+  const auto copy_next = [&] {
+    if (next < tiles) {
+      char* keys = ring + next_slot * kTileBytes<kChannels>;
+      char* values = keys + kTileBytes<kChannels> / 2;
+#pragma unroll
+      for (int i = 0; i < kTile * kUnits / kThreads; ++i) {
+        const int at = (i * kThreads + thread) / kUnits, unit = (i * kThreads + thread) % kUnits;
+        const int slot = listed[next * kTile + at], place = place_of<kChannels>(at, unit);
+        const int64_t from = base + max(slot, 0) * slot_size + unit * 8;
+        copy_async(keys + place, g.k + from, slot >= 0);
+        copy_async(values + place, g.v + from, slot >= 0);
+      }
+    }
+    commit_copies();  // of nothing too, so that the number of groups does not depend on `tiles`
+    ++next;
+    next_slot = next_slot + 1 == g.stages ? 0 : next_slot + 1;
+  };
+  for (int i = 0; i + 1 < g.stages; ++i) copy_next();
+
+  float out[kChunks][32] = {};
+  int ring_slot = 0;
+  for (int tile = 0; tile < tiles; ++tile) {
+    await_copies(g.stages - 2);
+    meet<kTeam>(team);  // this tile is there, and the team has read the one before it
+    copy_next();
+    const char* keys = ring + ring_slot * kTileBytes<kChannels>;
+    const char* values = keys + kTileBytes<kChannels> / 2;
+    ring_slot = ring_slot + 1 == g.stages ? 0 : ring_slot + 1;
+
+    // Two chains of matmuls, as each waits for the one before it.
+    float scores[8], halves[2][8] = {};
+#pragma unroll
+    for (int i = 0; i < kChannels / 16; ++i) {
+      uint32_t b[4];
+      const int row = lane / 16 * 8 + lane % 8, unit = 2 * i + lane / 8 % 2;
+      load_matrices<false>(b, keys + place_of<kChannels>(row, unit));
+      multiply_add(halves[i % 2], q[i], b[0], b[1]);
+      multiply_add(halves[i % 2] + 4, q[i], b[2], b[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scores[i] = halves[0][i] + halves[1][i];
+
+    const auto position_of = [&](int i, int j) {
+      const int at = tile * kTile + 8 * i + 2 * quarter + j, entry = begin * kTile + at;
+      if (listed[at] < 0) return INT32_MAX;
+      return entry < g.tail_count ? context_len + entry : 0;
+    };
+    uint32_t weights[1][4];
+    if (softmax.template weigh<true, 2>(scores, weights, position_of)) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) softmax.apply_decay(out[chunk]);
+    }
+#pragma unroll
+    for (int i = 0; i < kChannels / 16; ++i) {
+      uint32_t b[4];
+      const int row = lane / 8 % 2 * 8 + lane % 8, unit = 2 * i + lane / 16;
+      load_matrices<true>(b, values + place_of<kChannels>(row, unit));
+      float* sum = out[i / 4] + i % 4 * 8;
+      multiply_add(sum, weights[0], b[0], b[1]);
+      multiply_add(sum + 4, weights[0], b[2], b[3]);
+    }
+  }
+
+  softmax.join_sums();
+  const int64_t at_part = ((int64_t(batch_row) * g.kv_heads + head) * g.parts + part) * rows;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + eighth + 8 * i;
+    if (row >= rows) continue;
+    if (quarter == 0) {
+      reinterpret_cast<float2*>(g.partial_sums)[at_part + row] = {softmax.top[i], softmax.sum[i]};
+    }
+    float* to = g.partial_out + (at_part + row) * kChannels;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (i == 0) write_part<0>(to + chunk * kChunk, out[chunk]);
+      if (i == 1) write_part<1>(to + chunk * kChunk, out[chunk]);
+    }
+  }
+}
+
+template <int kChannels, int kTeam>
+const char* launch_parts(Gathered g, Stream stream) {
+  constexpr int kTeams = kWarps / kTeam;
+  int device, limit;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int list_bytes = kTeams * max_tiles(g) * kTile * 4;
+  const int stage_bytes = kTeams * kTileBytes<kChannels>;
+  g.stages = std::max(kMinStages, std::min(g.stages, (limit - list_bytes) / stage_bytes));
+  const int row_tiles = (g.tokens * g.group + kWarpRows * kTeam - 1) / (kWarpRows * kTeam);
+  const int items = g.batch * g.parts * row_tiles * g.kv_heads;
+  return launch_behind(gathered_parts<kChannels, kTeam>, (items + kTeams - 1) / kTeams,
+                       kWarps * 32, g.stages * stage_bytes + list_bytes, false, stream, g);
+}
+
+template <int kChannels>
+const char* launch_team(const Gathered& g, Stream stream) {
+  const int rows = g.tokens * g.group;
+  if (rows <= kWarpRows) return launch_parts<kChannels, 1>(g, stream);
+  if (rows <= 2 * kWarpRows) return launch_parts<kChannels, 2>(g, stream);
+  return launch_parts<kChannels, 4>(g, stream);
+}
+
+}  // namespace
+
+const char* gathered_attention(const Gathered& g, Stream stream) {
+  const auto launch = g.channels == 64 ? launch_team<64> : launch_team<128>;
+  if (const char* failed = launch(g, stream)) return failed;
+  return launch_merge(Merge{g.partial_out, g.partial_sums, g.positions, g.out, g.lse, g.batch,
+                            g.tokens, g.kv_heads, g.group, g.parts},
+                      g.channels, stream);
+}
+
+}  // namespace jspec

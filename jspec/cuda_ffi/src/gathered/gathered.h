@@ -1,0 +1,43 @@
+// Attention over selected slots of a cache: arguments and launch. The arrays are those of
+// jspec/ops/attention/gathered.py; queries, keys, values and outputs are bfloat16.
+#pragma once
+
+#include "attention/parts.h"
+#include "common/launch.h"
+
+namespace jspec {
+
+constexpr int kMaxListed = 65536;  // slots of a list, with those of the tail
+constexpr int kMinStages = 2, kMaxStages = 8;
+
+struct Gathered {
+  const uint16_t* q;           // [batch, tokens, kv_heads, group, channels]
+  const uint16_t* k;           // [batch, slots, kv_heads, channels]
+  const uint16_t* v;           // as k
+  const int32_t* positions;    // [batch, tokens], -1 for padding
+  const int32_t* selected;     // [batch, lists, selected_count], -1 for none
+  const int32_t* tail;         // [batch, tail_count], -1 for none
+  const int32_t* context_len;  // [batch], the position of the first slot of the tail
+  const int32_t* counts;       // [batch, lists], or null: all of a list
+  uint16_t* out;               // as q
+  float* lse;                  // [batch, tokens, kv_heads, group]
+  float* partial_out;          // [batch, kv_heads, parts, tokens * group, channels]
+  float* partial_sums;         // [batch, kv_heads, parts, tokens * group, 2]
+  int32_t batch;
+  int32_t slots;
+  int32_t kv_heads;
+  int32_t tokens;
+  int32_t group;
+  int32_t channels;  // of a head: 64 or 128
+  int32_t lists;     // per row: 1, or kv_heads
+  int32_t selected_count;
+  int32_t tail_count;
+  int32_t parts;   // into which a list is split, with the tail
+  int32_t stages;  // tiles in shared memory, fewer where there is no room for so many
+  float scale;
+};
+
+// Returns the error's message, or null.
+const char* gathered_attention(const Gathered& gathered, Stream stream);
+
+}  // namespace jspec

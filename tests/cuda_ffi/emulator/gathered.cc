@@ -1,0 +1,8 @@
+// The CUDA kernel of gathered attention, for a CPU.
+#include "gathered/gathered.cu"
+
+namespace jspec {
+namespace {
+EMULATOR_SHARED_MEMORY
+}
+}  // namespace jspec

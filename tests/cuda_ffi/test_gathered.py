@@ -1,0 +1,144 @@
+"""Attention over selected slots: the CUDA kernel on a GPU or emulated, its counterpart on a CPU."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import tuned
+from jspec.cuda_ffi import library
+from jspec.cuda_ffi.gathered import GATHERED, parts_of
+from jspec.ops.attention.gathered import gathered_attention
+from tests.cuda_ffi.emulated import emulated
+from tests.ops.attention.test_gathered import Case, brute_force, inputs
+
+HALF = {"size": 64, "dtype": "bfloat16"}
+WHOLE = {"size": 128, "dtype": "bfloat16"}
+CASES = [
+    # Teams of one, two and four warps, and rows of several teams.
+    Case("llama-t1", 1, 300, 200, 3, heads=8, kv_heads=2, **WHOLE),
+    Case("per-head", 1, 300, 150, 2, (150, 0, 37), True, heads=4, kv_heads=4, **WHOLE),
+    Case("two-warps", 5, 200, 70, 6, (70, 1, 33), heads=8, kv_heads=2, **WHOLE),
+    Case("llama-t10", 10, 640, 500, 12, (500, 17, 0), heads=8, kv_heads=2, **WHOLE),
+    Case("many-rows", 20, 200, 90, 40, per_head=True, padded=(3, 20, 0), heads=8, **HALF),
+    Case("half-t1", 1, 400, 300, 1, (300, 16, 0), heads=14, kv_heads=2, **HALF),
+    Case("scaled", 3, 200, 40, 20, heads=10, kv_heads=1, scale=0.5, batch=2, **HALF),
+    Case("no-tail", 2, 90, 65, 0, heads=3, kv_heads=3, **HALF),
+    Case("one-slot", 2, 20, 1, 0, counts=(1, 0, 1), heads=4, kv_heads=1, **WHOLE),
+]
+by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    if jax.default_backend() != "cpu":
+        pytest.skip("a GPU runs the kernel itself")
+    return emulated("gathered", tmp_path_factory.mktemp("emulated") / "gathered.so")
+
+
+@pytest.fixture(params=["library", pytest.param("emulated", marks=pytest.mark.slow)])
+def kernel(request, monkeypatch):
+    """What the backend calls: its library, or the CUDA source on a CPU."""
+    if request.param == "emulated":
+        monkeypatch.setattr(library, "call", request.getfixturevalue("emulator"))
+
+
+def run(x, case: Case):
+    """Output and log-sum-exp; skips where the backend refuses."""
+    *operands, counts, _ = jax.device_put(dataclasses.astuple(x))
+    scale = case.size**-0.5 if case.scale is None else case.scale
+    settings = {"counts": counts, "scale": scale, "softcap": None, "value_size": None}
+    if reason := GATHERED.supports(*operands, **settings):
+        pytest.skip(reason)
+    static = {name: settings.pop(name) for name in ("scale", "softcap", "value_size")}
+    return jax.jit(functools.partial(GATHERED.run, **static))(*operands, **settings)
+
+
+@by_name(CASES)
+def test_equals_the_definition(case, kernel):
+    out, lse = run(inputs(case, junk=np.nan), case)
+    expected_out, expected_lse = brute_force(inputs(case, junk=0.0), scale=case.scale)
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(out, np.float64)[np.isneginf(expected_lse)].any()
+
+
+@by_name([CASES[1], CASES[3]])
+def test_a_row_alone_is_the_row_in_the_batch(case, kernel):
+    x = inputs(case, junk=np.nan)
+    together = run(x, case)
+    for row in range(case.batch):
+        for alone, every in zip(run(x.row(row), case), together, strict=True):
+            np.testing.assert_array_equal(alone[0], every[row])
+
+
+@dataclasses.dataclass(frozen=True)
+class SameBlocks:
+    """The same block sizes for everything, as `jspec.tuned.use_blocks` takes them."""
+
+    chunk: int
+    stages: int
+
+    def block(self, operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, int]:
+        assert (operation, backend) == ("gathered_attention", "cuda")
+        assert "rows" in sizes
+        return dataclasses.asdict(self)
+
+
+@by_name([CASES[0], CASES[2], CASES[3]])
+@pytest.mark.parametrize("blocks", [SameBlocks(4096, 2), SameBlocks(4096, 3), SameBlocks(16, 8)])
+def test_equals_the_definition_by_any_block_sizes(case, blocks, kernel):
+    """Parts of more tiles than there are stages, and of one tile."""
+    with tuned.use_blocks(blocks):
+        out, lse = run(inputs(case, junk=np.nan), case)
+    expected_out, expected_lse = brute_force(inputs(case, junk=0.0), scale=case.scale)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=1e-2)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@by_name([CASES[3]])
+def test_padding_may_hold_anything(case, kernel):
+    x = inputs(dataclasses.replace(case, padded=(1, 10, 4)), junk=np.nan)
+    q = np.where((x.positions < 0)[..., None, None], np.nan, x.q).astype(x.q.dtype)
+    for got, want in zip(run(dataclasses.replace(x, q=q), case), run(x, case), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("listed", "chunk", "parts"),
+    [(1, 128, 1), (129, 128, 2), (513, 128, 5), (8193, 128, 32), (40, 8, 3)],
+)
+def test_a_part_has_about_a_chunk_of_slots(listed, chunk, parts):
+    assert parts_of(listed, chunk) == parts
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"size": 96}, "H=96 and H'=96 are not both 64 or both 128"),
+        ({"dtype": "float16"}, "q of float16, k and v of float16 are not all bfloat16"),
+        ({"softcap": 5.0}, "softcap=5.0 or log_weights are passed: the kernel supports neither"),
+        ({"scale": -1.0}, "scale=-1.0 is not positive"),
+        ({"count": 65536}, r"n \+ m = 65540 slots are over 65536"),
+        ({"count": 0}, r"selected \(2, 0\) is empty"),
+        ({"slots": 0}, r"k \(2, 0, 1, 64\) or selected .* is empty"),
+    ],
+    ids=["size", "dtype", "softcap", "scale", "listed", "nothing", "empty"],
+)
+def test_refuses_with_a_reason(change, reason):
+    shape = {"size": 64, "dtype": "bfloat16", "slots": 640, "count": 99} | change
+    q = jax.ShapeDtypeStruct((2, 4, 8, shape["size"]), shape["dtype"])
+    cache = jax.ShapeDtypeStruct((2, shape["slots"], 1, shape["size"]), shape["dtype"])
+    integers = [
+        jax.ShapeDtypeStruct(x, jnp.int32) for x in ((2, 4), (2, shape["count"]), (2, 4), (2,))
+    ]
+    more = {name: shape[name] for name in ("softcap", "scale") if name in shape}
+    attend = functools.partial(gathered_attention, implementation="cuda", **more)
+    with pytest.raises(Exception, match=reason):
+        jax.eval_shape(attend, q, cache, cache, *integers)
