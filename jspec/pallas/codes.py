@@ -56,6 +56,48 @@ def count_bits(words: Array, layout: Any) -> Array:
     return count(words).astype(jnp.int32)  # pyright: ignore[reportCallIssue]
 
 
+# What stores elements of the third argument at the indices in the second one, in a reference.
+StoreAt = Callable[[Any, Array, Array], None]
+
+
+def store_at(ref, index: Array, values: Array) -> None:
+    """``ref[index[i]] = values[i]`` where ``index[i] >= 0``, both ``[TILE]``, an element a thread.
+
+    Mosaic lowers no scatter, and the interpreter runs no inline code.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import arith, memref, vector
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), slot_layout(), slot_layout()))
+    def store(_, ref, index, values):
+        (at,), (value,) = (
+            [vector.extract(register, [], [0]) for register in array.registers.flat]
+            for array in (index, values)
+        )
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, at, arith.constant(at.type, 0))):
+            memref.store(value, ref, [arith.index_cast(ir.IndexType.get(), at)])
+
+    store(ref, index, values)  # pyright: ignore[reportCallIssue]
+
+
+def store_at_interpreted(ref, index: Array, values: Array) -> None:
+    """`store_at` for the interpreter."""
+    index = jnp.where(index < 0, ref.shape[-1], index)
+    ref[...] = ref[...].at[index].set(values, mode="drop")
+
+
+def code_layout(vector: int):
+    """Of ``[TILE, columns]``: a row to each thread, ``vector`` columns loaded at once."""
+    tiles = (TILE, vector), (LANES, vector)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), vector_dim=-1)
+
+
+def slot_layout():
+    """Of ``[TILE]``: an element to each thread."""
+    return code_layout(4).reduce(1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Codes:
     """The sizes of codes ``[B, S, K, W]``, and how they are divided into tiles.
@@ -116,8 +158,7 @@ class Codes:
     @property
     def layout(self):
         """Of a tile, ``[TILE, columns]``, and of the code of a head in it."""
-        tiles = (TILE, self.vector), (LANES, self.vector)
-        return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), vector_dim=-1)
+        return code_layout(self.vector)
 
     def memory(self, tiles: int):
         """Shared memory of several tiles.
@@ -130,11 +171,6 @@ class Codes:
         swizzle = () if row_bytes == 16 else (plgpu.SwizzleTransform(row_bytes),)
         transforms = (plgpu.TilingTransform((8, self.columns)), *swizzle)
         return plgpu.SMEM((tiles, TILE, self.columns), jnp.uint32, transforms=transforms)
-
-    @property
-    def slot_layout(self):
-        """Of an array with an element for each slot of a tile, ``[TILE]``."""
-        return self.layout.reduce(1)
 
     def copy(self, source, memory, arrived, tiles: int) -> None:
         """Start the copies of ``source [tiles * TILE, columns]`` into memory, a tile each."""

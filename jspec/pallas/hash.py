@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.hash import hamming_sizes
-from jspec.pallas.codes import TILE, Codes, CountBits, count_bits, refuses_codes
+from jspec.pallas.codes import TILE, Codes, CountBits, count_bits, refuses_codes, slot_layout
 from jspec.pallas.mosaic import floor_power, refuses_pallas
 from jspec.sharding import opaque
 from jspec.typing import Array
@@ -85,20 +85,20 @@ def hamming_pallas(
                         out[to] = jnp.where(slot < length, shared, -1)
                         continue
                     norm = norm_refs[0].at[batch, to[2], to[1]]
-                    norm = plgpu.load(norm, layout=codes.slot_layout, optimized=False)  # pyright: ignore[reportCallIssue]
+                    norm = plgpu.load(norm, layout=slot_layout(), optimized=False)  # pyright: ignore[reportCallIssue]
                     scaled = (2 * shared - codes.highest).astype(jnp.float32) / (32 * codes.words)
                     out[to] = jnp.where(slot < length, norm * scaled, -jnp.inf)
 
         @pl.when(first >= length)
         def _():
             nothing = jnp.full((TILE,), -jnp.inf if norm_refs else -1, dtype)
-            nothing = plgpu.layout_cast(nothing, codes.slot_layout)
+            nothing = plgpu.layout_cast(nothing, slot_layout())
             for tile in range(tiles):
                 for head in range(codes.heads):
                     out[at(tile, head)] = nothing
 
     def slot_in_tile() -> Array:
-        return plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=codes.slot_layout)
+        return plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=slot_layout())
 
     dtype = jnp.int32 if norms is None else jnp.float32
     call = plgpu.kernel(
