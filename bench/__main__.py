@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("figures need matplotlib: pip install '.[bench]'")
         from bench import report
 
-        report.write(page=report.README)
+        report.write(page=report.README, comparing=report.COMPARISON)
         return 0
     if asked.suite == "tune":
         return _tune(parser, asked)

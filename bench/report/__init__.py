@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.report import figures, readme
+from bench.report import comparison, figures, readme
 from bench.report.markdown import Line, table
 from bench.report.questions import QUESTIONS, Question
 from bench.report.runs import JOINED, Run, read
@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 DOCS = ROOT.parent / "docs"
 README = ROOT.parent / "README.md"
+COMPARISON = DOCS / "comparison.md"
 HEAD = (
     "# Results\n\n"
     "Written by `python -m bench report` from `bench/results/`; edit neither by hand. A table "
@@ -22,7 +23,12 @@ HEAD = (
 )
 
 
-def write(results: Path = RESULTS, docs: Path = DOCS, page: Path | None = None) -> None:
+def write(
+    results: Path = RESULTS,
+    docs: Path = DOCS,
+    page: Path | None = None,
+    comparing: Path | None = None,
+) -> None:
     """Write RESULTS.md and its pictures into ``docs``.
 
     Args:
@@ -30,12 +36,17 @@ def write(results: Path = RESULTS, docs: Path = DOCS, page: Path | None = None) 
             those of further runs, of other cases, in ``SUITE.NAME.json``.
         docs: where to write.
         page: a README, whose part on real models is written too.
+        comparing: a page whose tables on backends are written too, and their pictures next to it.
     """
     docs.mkdir(parents=True, exist_ok=True)
     runs = read(results)
     parts = [HEAD.format(rest=_rest(runs)), *_glances(runs)]
     parts += [part for question in QUESTIONS for part in _parts(question, runs, docs)]
     (docs / "RESULTS.md").write_text("\n".join(parts))
+    if comparing is not None:
+        for family in comparison.FAMILIES:
+            comparison.draw(family, runs, comparing.parent / comparison.picture_of(family))
+        comparing.write_text(comparison.refreshed(comparing.read_text(), runs))
     if page is not None:
         real = [run for run in runs if run.suite == "real"]
         page.write_text(readme.refreshed(page.read_text(), real))

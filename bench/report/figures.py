@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,20 +115,28 @@ def _mark_one(axis: Any) -> None:
     axis.legend(fontsize=7, frameon=False, loc="upper left")
 
 
-def draw(picture: Picture, run: Run, path: Path) -> bool:
-    """Write a picture of a run; whether the run has what it shows."""
+@contextlib.contextmanager
+def new(path: Path) -> Iterator[Any]:
+    """A figure that is written to ``path`` where something was drawn into it."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure = plt.figure(layout="constrained")
-    drawn = picture.draw(figure, run)
-    if drawn:
-        figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)
-    return drawn
+    try:
+        yield figure
+        if figure.axes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=120, metadata={"Software": None})
+    finally:
+        plt.close(figure)
+
+
+def draw(picture: Picture, run: Run, path: Path) -> bool:
+    """Write a picture of a run; whether the run has what it shows."""
+    with new(path) as figure:
+        return picture.draw(figure, run)
 
 
 def _grid(

@@ -1,0 +1,415 @@
+"""The tables of docs/comparison.md: every operation, step and sharded attention by each backend.
+
+The prose of the page is written by hand; a table stands between a line that names it and `END`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import ceilings
+from bench.cases import kilo
+from bench.drafters import DEFAULT_BACKENDS
+from bench.point import Row, best_clock
+from bench.real.figures import step_ms
+from bench.report import figures
+from bench.report.code import lines_of_code
+from bench.report.markdown import Line, case_words, microseconds, ms, table
+from bench.report.operations import UNSAID, is_rival
+from bench.report.runs import Run
+from bench.table import number
+
+BEGIN = "<!-- table {}: written by `python -m bench report` -->"
+END = "<!-- end of table -->"
+# The backends of a column: names of rows.
+COLUMNS = {
+    "pallas": ("pallas",),
+    "cuda": ("cuda",),
+    "triton": ("triton",),
+    "xla": ("xla", "xla_blocked"),
+}
+NOT_MEASURED = "not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The lines of one operation.
+
+    Attributes:
+        operation: its name.
+        cases: what the cases of its lines have, a line each.
+        work: the ceiling that its bytes are compared with, None where launching it takes longer.
+        without: why a backend does not exist, by its name.
+    """
+
+    operation: str
+    cases: Sequence[Mapping[str, Any]]
+    work: str | None = "read"
+    without: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+VERIFY = {"B": 32, "alpha": 0.9}
+HEADS = {"heads": "32/8", "H": 128}
+CODES = {"B": 8, "R": 128, "T": 1}
+LONG_CODES = CODES | {"S": 32768}
+FAMILIES: dict[str, Sequence[Entry]] = {
+    "verification": (
+        Entry("verify_greedy", [VERIFY | {"gamma": g, "l2": "warm"} for g in (8, 128)], None),
+        Entry("verify_and_commit", [{"B": 32, "T": t, "V": 128256} for t in (1, 9)]),
+    ),
+    "packing": (
+        Entry(
+            "pack",
+            [VERIFY | {"gamma": 128, "D": d, "l2": "cold"} for d in (128, 2048)],
+            "copy",
+        ),
+        Entry(
+            "verify_and_pack",
+            [
+                VERIFY | {"gamma": 8, "D": 128, "l2": "cold"},
+                VERIFY | {"gamma": 128, "D": 2048, "l2": "cold"},
+            ],
+            "copy",
+        ),
+    ),
+    "sampling": (
+        Entry(
+            "verify_stochastic",
+            [{"B": 32, "V": 128256, "draft": d, "l2": "cold"} for d in ("one-hot", "logits")],
+        ),
+        Entry("sample", [{"B": 32, "V": 128256}]),
+    ),
+    "hashes": (
+        Entry("hash_encode", [CODES | {"heads": h} for h in ("32/32", "32/8")], None),
+        Entry("rotate_append_encode", [CODES | {"heads": h} for h in ("32/32", "32/8")], None),
+        Entry("hamming_scores", [LONG_CODES | {"heads": h} for h in ("32/32", "32/8")]),
+        Entry("hash_select", [LONG_CODES | {"heads": h, "n": 512} for h in ("32/32", "32/8")]),
+    ),
+    "attention": (
+        Entry(
+            "attention",
+            [{"B": 4, "S": 131072, "T": t} | HEADS for t in (1, 10)]
+            + [{"B": 8, "S": 32768, "T": 1} | HEADS]
+            + [{"B": 8, "S": 32768, "T": 12, "heads": "64/8", "H": 64}]
+            + [{"B": 96, "S": 7168, "T": 6, "heads": "9/3", "H": 64}],
+        ),
+        Entry("scored_attention", [{"B": 4, "S": 131072, "T": 10} | HEADS]),
+        Entry(
+            "gathered_attention",
+            [
+                {"B": 8, "S": 131072, "n": 8192, "indices": "shared", "T": 1} | HEADS,
+                {"B": 8, "S": 32768, "n": 512, "indices": "per-head", "heads": "32/32"},
+            ],
+        ),
+    ),
+}
+
+
+def refreshed(page: str, runs: Sequence[Run]) -> str:
+    """``page`` with its tables written anew.
+
+    Raises:
+        ValueError: for a table that the page names and that there is none of.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in TABLES:
+            raise ValueError(f"comparison.md has a table {name!r}; there are {', '.join(TABLES)}")
+        return f"{BEGIN.format(name)}\n\n{TABLES[name](runs)}\n{END}"
+
+    pattern = re.escape(BEGIN).replace(r"\{\}", r"([a-z ]+)") + ".*?" + re.escape(END)
+    return re.sub(pattern, written, page, flags=re.DOTALL)
+
+
+def operations(name: str, runs: Sequence[Run]) -> str:
+    """Time and share of the ceiling of a family's operations, by backend, and of the best rival."""
+    notes: dict[str, int] = {}
+    lines = [
+        Line(line)
+        for entry in FAMILIES[name]
+        for case in entry.cases
+        for line in _lines(entry, case, runs, notes)
+    ]
+    footnotes = "".join(f"[{index}] {reason}  \n" for reason, index in notes.items())
+    picture = f"![{name}: speed of each backend over the fastest]({picture_of(name)})\n\n"
+    return picture + table(lines, 3) + (f"\n{footnotes}" if notes else "")
+
+
+def picture_of(family: str) -> str:
+    """The name of a family's picture."""
+    return f"comparison-{family}.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A row that has a time, and the run that it is of."""
+
+    run: Run
+    row: Row
+
+    @property
+    def time(self) -> float:
+        """Microseconds."""
+        return microseconds(self.row)
+
+    def words(self, work: str | None) -> str:
+        """``18.3 us`` and, with bytes that a ceiling bounds, the share of it."""
+        rate = work and ceilings.bandwidth(self.run.result.get("ceilings", []), work)
+        moved = self.row.get("bytes")
+        share = f" ({moved / self.time * 1e6 / rate:.0%})" if rate and moved else ""
+        return f"{number(self.time)} us{share}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """An operation at a case on a card.
+
+    Attributes:
+        rows: of all runs.
+        timed: the time of each column: of the run with most of them, else of the last other one.
+        rival: the fastest of other libraries.
+    """
+
+    rows: Sequence[Row]
+    timed: Mapping[str, Timed | None]
+    rival: Timed | None
+
+
+def points(
+    entry: Entry, case: Mapping[str, Any], runs: Sequence[Run]
+) -> Iterator[tuple[str, Point]]:
+    """The point of each card."""
+    for card in cards(runs):
+        by_run = [
+            (run, [row for row in run.rows if _is_at(row, entry.operation, case)])
+            for run in runs
+            if run.card == card
+        ]
+        fastest = [
+            {column: _fastest(run, rows, names) for column, names in COLUMNS.items()}
+            for run, rows in sorted(by_run, key=lambda x: x[0].result["machine"]["date"])
+        ]
+        fastest.sort(key=lambda x: sum(timed is not None for timed in x.values()))  # is stable
+        timed = {
+            column: next((x[column] for x in reversed(fastest) if x[column]), None)
+            for column in COLUMNS
+        }
+        rivals = [
+            _fastest(run, rows, [row["name"] for row in rows if is_rival(row)])
+            for run, rows in by_run
+        ]
+        rival = min((x for x in rivals if x), key=lambda x: x.time, default=None)
+        yield card, Point([row for _, rows in by_run for row in rows], timed, rival)
+
+
+def cards(runs: Sequence[Run]) -> list[str]:
+    """The GPUs of the results."""
+    return list(dict.fromkeys(run.card for run in runs if run.device != "cpu"))
+
+
+def _is_at(row: Row, operation: str, case: Mapping[str, Any]) -> bool:
+    return row.get("operation") == operation and case.items() <= (row.get("case") or {}).items()
+
+
+def _fastest(run: Run, rows: Sequence[Row], names: Sequence[str]) -> Timed | None:
+    timed = [row for row in rows if row["name"] in names and row["checked"] and best_clock(row)]
+    return min((Timed(run, row) for row in timed), key=lambda x: x.time, default=None)
+
+
+def _lines(
+    entry: Entry, case: Mapping[str, Any], runs: Sequence[Run], notes: dict[str, int]
+) -> Iterator[dict[str, str]]:
+    """A line for each card."""
+    for card, point in points(entry, case, runs):
+        line = {"operation": entry.operation, "case": case_words(case, UNSAID), "card": card}
+        best = min((timed.time for timed in point.timed.values() if timed), default=None)
+        for column, timed in point.timed.items():
+            if timed is None:
+                line[column] = _without(entry, column, point.rows, notes)
+            else:
+                words = timed.words(entry.work)
+                line[column] = f"**{words}**" if timed.time == best else words
+        line["best rival"] = "none" if point.rows else NOT_MEASURED
+        if point.rival is not None:
+            line["best rival"] = f"{point.rival.words(entry.work)}, {point.rival.row['name']}"
+        yield line
+
+
+def _without(entry: Entry, column: str, rows: Sequence[Row], notes: dict[str, int]) -> str:
+    """Why a cell has no time: a footnote."""
+    reasons = [row["reason"] for row in rows if row["name"] in COLUMNS[column] and "reason" in row]
+    reason = entry.without.get(column) or next(iter(reasons), None)
+    if reason is None:
+        return NOT_MEASURED
+    return f"[{notes.setdefault(reason, len(notes) + 1)}]"
+
+
+def kernels(runs: Sequence[Run]) -> str:
+    """What the kernels of each family cost: lines of code, compile time, registers and memory."""
+    lines = []
+    for family, by_backend in lines_of_code().items():
+        for backend, count in by_backend.items():
+            lines.append(
+                Line(
+                    {
+                        "family": family,
+                        "backend": backend,
+                        "lines of code": str(count),
+                        "compile, s": _compile_time(family, backend, runs),
+                        **_resources(family, backend, runs),
+                    }
+                )
+            )
+    return table(lines, 2)
+
+
+def _rows_of(family: str, backend: str, runs: Sequence[Run]) -> list[Row]:
+    names = {entry.operation for entry in FAMILIES[family]}
+    return [
+        row
+        for run in runs
+        for row in run.rows
+        if row.get("operation") in names and row["name"] == backend
+    ]
+
+
+def _compile_time(family: str, backend: str, runs: Sequence[Run]) -> str:
+    """The longest of the programs of a family."""
+    times = [row["compile_s"] for row in _rows_of(family, backend, runs) if "compile_s" in row]
+    return f"{max(times):.1f}" if times else NOT_MEASURED
+
+
+def _resources(family: str, backend: str, runs: Sequence[Run]) -> dict[str, str]:
+    """Registers of a thread and shared memory of a block, of all kernels of a family."""
+    rows = [row for row in _rows_of(family, backend, runs) if "registers" in row]
+    headings = {"registers": "registers", "shared_bytes": "shared memory, KB"}
+    cells = dict.fromkeys(headings.values(), NOT_MEASURED)
+    for key, heading in headings.items() if rows else ():
+        values = sorted({row[key] // (1024 if key == "shared_bytes" else 1) for row in rows})
+        cells[heading] = str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+    return cells
+
+
+def steps(runs: Sequence[Run]) -> str:
+    """Whole steps by backend: random weights at a model's shape, then real models."""
+    lines, notes = [], dict[str, dict[str, None]]()
+    by_case: dict[tuple[str, str], dict[str, str]] = {}
+    for run in runs:
+        for row in run.rows:
+            if row.get("operation") == "backend" and best_clock(row):
+                case = row["case"]
+                words = f"{case['model']}, B={case['B']}, S={kilo(case['S'])}"
+                words += f", {case['draft']}, {case['sampling']}"
+                cell = f"{ms(microseconds(row))} ms ({row['over_floor']:.2f})"
+                by_case.setdefault((run.card, words), {}).setdefault(row["name"], cell)
+                _note(row["name"], row.get("backends", ()), notes)
+            if row.get("operation") == "real" and row["checked"] and step_ms(row) is not None:
+                case = row["case"]
+                if case["sampling"] == "greedy" and row["name"] in ("none", "vegas"):
+                    words = f"{case['model']} (real), B={case['B']}, S={kilo(case['S'])}"
+                    words += f", {'plain' if row['name'] == 'none' else row['name']}, greedy"
+                    cell = f"{step_ms(row):.2f} ms"
+                    by_case.setdefault((run.card, words), {}).setdefault(case["backends"], cell)
+    for (card, words), cells in by_case.items():
+        if set(cells) - {DEFAULT_BACKENDS}:
+            columns = {x: cells.get(x, NOT_MEASURED) for x in (DEFAULT_BACKENDS, *COLUMNS)}
+            lines.append(Line({"step": words, "card": card} | columns))
+    if not lines:
+        return f"Steps by backend: {NOT_MEASURED}.\n"
+    words = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in notes.items())
+    return table(lines, 2) + (
+        f"\nTaken in place of the preferred backend: {words}.\n" if notes else ""
+    )
+
+
+def _note(preferred: str, choices: Sequence[Row], notes: dict[str, dict[str, None]]) -> None:
+    """Add why operations took another backend than the preferred one, each reason once."""
+    for choice in choices:
+        if choice["reason"] is not None:
+            words = f"{choice['operation']} by {choice['backend']} for {preferred}"
+            notes.setdefault(choice["reason"], {})[words] = None
+
+
+def sharded(runs: Sequence[Run]) -> str:
+    """A layer's attention on several GPUs, by kernel and by exchange."""
+    by_case: dict[tuple[str, str], dict[str, str]] = {}
+    for run in runs:
+        for row in run.rows:
+            if row.get("operation") != "attend" or best_clock(row) is None:
+                continue
+            case = row["case"]
+            if case["strategy"] != "helix" or case["overlap"] > 1 or case["latent"]:
+                continue
+            if case["kvp"] * case["tpa"] == 1:
+                continue
+            words = f"KVP={case['kvp']}, TPA={case['tpa']}, B={case['B']}, S={kilo(case['S'])}"
+            words += f", {case['heads']} heads, T={case['T']}"
+            kernel, exchange = case["kernel"], case["exchange"]
+            column = f"exchange {exchange}" if kernel == DEFAULT_BACKENDS else f"kernel {kernel}"
+            cells = by_case.setdefault((run.card, words), {})
+            cells.setdefault(column, f"{number(microseconds(row))} us")
+    columns = [f"kernel {name}" for name in COLUMNS]
+    columns += [f"exchange {name}" for name in ("xla", "pallas", "cuda")]
+    lines = [
+        Line({"attention": words, "card": card} | {x: cells.get(x, NOT_MEASURED) for x in columns})
+        for (card, words), cells in by_case.items()
+        if len(cells) > 1
+    ]
+    return table(lines, 2) or f"Sharded attention by kernel and exchange: {NOT_MEASURED}.\n"
+
+
+def draw(family: str, runs: Sequence[Run], path: Path) -> bool:
+    """Draw how fast each backend is, as a share of the fastest one or rival; whether any ran.
+
+    A panel for each card, a group of bars for each case.
+    """
+    groups: dict[str, dict[str, dict[str, float]]] = {}  # by card and case
+    for entry in FAMILIES[family]:
+        for case in entry.cases:
+            for card, point in points(entry, case, runs):
+                every = {**point.timed, "best rival": point.rival}
+                times = {name: timed.time for name, timed in every.items() if timed}
+                words = f"{entry.operation}\n{case_words(case, UNSAID)}"
+                if times:
+                    best = min(times.values())
+                    speeds = {name: best / time for name, time in times.items()}
+                    groups.setdefault(card, {})[words] = speeds
+    if not groups:
+        return False
+    labels = list(dict.fromkeys(words for cases in groups.values() for words in cases))
+    with figures.new(path) as figure:
+        figure.set_size_inches(2 + 3.5 * len(groups), 1.2 + 0.7 * len(labels))
+        every = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
+        for axis, (card, cases) in zip(every, groups.items(), strict=True):
+            _bars(axis, card, labels, cases)
+        every[0].set_yticks(range(len(labels)), labels, fontsize=7)
+        every[0].invert_yaxis()
+        figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return True
+
+
+def _bars(
+    axis: Any, card: str, labels: Sequence[str], cases: Mapping[str, Mapping[str, float]]
+) -> None:
+    names = [*COLUMNS, "best rival"]
+    height = 0.8 / len(names)
+    for index, name in enumerate(names):
+        speeds = {labels.index(words): x[name] for words, x in cases.items() if name in x}
+        places = [place + (index - 2) * height for place in speeds]
+        axis.barh(places, list(speeds.values()), height, label=name)
+    axis.set(xlim=(0, 1.02), xlabel="speed, of the fastest")
+    axis.set_title(card, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
+    **{name: lambda runs, name=name: operations(name, runs) for name in FAMILIES},
+    "kernels": kernels,
+    "steps": steps,
+    "sharded attention": sharded,
+}
