@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -53,12 +54,20 @@ class Source:
 
 
 def compile_all(
-    label: str, sources: Mapping[Key, Source | Absent]
+    label: str, sources: Mapping[Key, Source | Absent], seconds: dict[Key, float] | None = None
 ) -> dict[Key, jax.stages.Compiled | Absent]:
     """Compile each source: lower sequentially, compile on all cores.
 
-    A failure becomes an `Absent`, so that one broken backend does not end the run.
+    A failure becomes an `Absent`, so that one broken backend does not end the run. ``seconds`` gets
+    the time to lower and compile each program.
     """
+
+    def timed(key: Key, begin: float, compile: Callable[[], Any]) -> Any:
+        compiled = compile()
+        if seconds is not None:
+            seconds[key] = time.perf_counter() - begin
+        return compiled
+
     done: dict[Key, jax.stages.Compiled | Absent] = {}
     pending = {}
     with ThreadPoolExecutor() as pool, bar(f"compile {label}", 2 * len(sources)) as advance:
@@ -67,9 +76,10 @@ def compile_all(
                 done[key] = source
             else:
                 jitted = jax.jit(source.function, donate_argnums=source.donated)
+                begin = time.perf_counter()
                 try:
                     lowered = jitted.lower(*source.arguments)
-                    pending[key] = pool.submit(lowered.compile)
+                    pending[key] = pool.submit(timed, key, begin, lowered.compile)
                 except BackendError as error:
                     done[key] = Absent(failure(key, error).name, str(error))
                 except Exception as error:

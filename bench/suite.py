@@ -143,9 +143,10 @@ class OperationBenchmark(Benchmark):
         arguments, static = setup.arguments, dict(setup.static)
         by_backend = sources(self.operation, shapes(arguments), settings, **static)
         best = chosen(self.operation, arguments, **static)
+        seconds: dict[str, float] = {}
         programs = [
             bound(name, program, arguments, setup.check, chosen=name == best)
-            for name, program in compile_all(self.name, by_backend).items()
+            for name, program in compile_all(self.name, by_backend, seconds).items()
         ]
         programs += each(setup.rivals, settings)
         rows = point.measure(
@@ -154,7 +155,7 @@ class OperationBenchmark(Benchmark):
         sizes = dict(self.operation.sizes(*arguments, **static))
         for row in rows:
             if row.get("backend"):
-                row["sizes"] = sizes
+                row |= {"sizes": sizes, "compile_s": round(seconds[row["name"]], 3)}
         if setup.feed is not None:
             add_steps(rows, by_backend, arguments, setup.feed, settings.repeats)
         return rows

@@ -18,6 +18,7 @@ SLOTS = ("S", "n")  # sizes that tables show in K
 COPYING = ("pack", "verify_and_pack")  # operations whose bytes are compared with the copy ceiling
 # Fields of a row that are no columns of their own.
 KNOWN = ("operation", "case", "name", "checked", "reason", "backend", "chosen", "bytes", "ratio")
+KNOWN += ("compile_s",)
 FOOT = "x: how many times as fast, above 1 for faster; vs best: than the fastest of the case"
 
 

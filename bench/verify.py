@@ -12,15 +12,18 @@ import numpy as np
 
 from bench import workload
 from bench.cases import Case, product
+from bench.program import equals, reference
 from bench.rivals import sampling, verification
 from bench.suite import OperationBenchmark, Setup, suite_of
 from jspec.ops.acceptance_scan import ACCEPTANCE_SCAN
-from jspec.ops.sample import Role, Sampling, number, settings_of
+from jspec.ops.commit import VERIFY_AND_COMMIT
+from jspec.ops.sample import SAMPLE, Role, Sampling, number, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.ops.verify import VERIFY_GREEDY
 
 FEED = (0, 2)  # accepted counts become the next draft lengths
 GAMMA = 5  # of stochastic verification
+SLOTS = 256  # tokens that a row may have
 STATIC = {"rule": "token", "filtered": False, "axis_name": None}
 
 
@@ -130,6 +133,50 @@ SCAN = OperationBenchmark(
     quick=product(B=(32,), gamma=(8, 128), alpha=(0.3, 0.9)),
     cpu=product(B=(32,), gamma=(8, 128), alpha=(0.3, 0.9)),
 )
+
+
+def commit_setup(case: Case) -> Setup:
+    """What a greedy step runs: the argmax of T tokens' logits, verification, and the commit.
+
+    Rows are not donated: a backend copies the tokens of 256 slots a row first.
+    """
+    batch, gamma = case["B"], case["T"] - 1
+    rng = np.random.default_rng([workload.SEED, batch, gamma])
+    draft = rng.integers(0, case["V"], (batch, gamma), np.int32)
+    logits = jax.random.normal(jax.random.key(workload.SEED), (batch, gamma + 1, case["V"]))
+    # Half of the drafts are accepted as a whole, the others at no position.
+    accepted = np.arange(batch)[:, None] % 2 == 0
+    tokens = np.where(accepted, draft, (draft + 1) % case["V"])
+    rows, places = np.arange(batch)[:, None], np.arange(gamma)[None]
+    arguments = (
+        jax.device_put(draft),
+        logits.at[rows, places, tokens].set(100.0),
+        *jax.device_put(
+            (
+                np.full(batch, gamma, np.int32),
+                np.full((batch, 1), -1, np.int32),
+                np.full(batch, SLOTS, np.int32),
+                np.zeros((batch, SLOTS), np.int32),
+                np.full(batch, SLOTS // 2, np.int32),
+                np.zeros(batch, bool),
+            )
+        ),
+    )
+    expected = reference(VERIFY_AND_COMMIT, arguments)
+    return Setup(arguments, equals(expected), logits.nbytes)
+
+
+def sample_setup(case: Case) -> Setup:
+    """Drawing a token of each row at temperature 1, without filters."""
+    _, arguments = stochastic_inputs({**case, "draft": "one-hot"})
+    logits, settings, positions = arguments[1][:, :1], arguments[4], arguments[5][:, None]
+    static = {"role": Role.DRAFT, "filtered": False, "axis_name": None}
+    arguments = jax.device_put((logits, settings, positions))
+    return Setup(
+        arguments, equals(reference(SAMPLE, arguments, **static)), arguments[0].nbytes, static
+    )
+
+
 DRAFTS = ("one-hot", "logits")
 STOCHASTIC = OperationBenchmark(
     operation=VERIFY_STOCHASTIC,
@@ -143,11 +190,30 @@ STOCHASTIC = OperationBenchmark(
     # CPUs also serve small models, such as the bundled one with a vocabulary of bytes.
     cpu=product(B=(1,), V=(260, 32000, 128256), draft=DRAFTS),
 )
+COMMIT = OperationBenchmark(
+    operation=VERIFY_AND_COMMIT,
+    setup=commit_setup,
+    states=("warm", "cold"),
+    default={"B": 32, "T": 9, "V": 128256},
+    gpu=product(B=(1, 32), T=(1, 9), V=(49152, 128256)),
+    quick=product(B=(32,), T=(1, 9), V=(49152,)),
+    cpu=product(B=(2,), T=(1, 4), V=(260,)),
+)
+DRAW = OperationBenchmark(
+    operation=SAMPLE,
+    setup=sample_setup,
+    default={"B": 32, "V": 128256},
+    gpu=product(B=(1, 32, 128), V=(49152, 128256)),
+    quick=product(B=(32,), V=(49152,)),
+    cpu=product(B=(1,), V=(260, 32000)),
+)
 SUITE = suite_of(
     "verify",
-    "verification, greedy and stochastic, and the acceptance scan alone: every backend, PyTorch "
-    "eager and as a CUDA graph, FlashInfer",
+    "verification, greedy and stochastic, the acceptance scan alone, and sampling: every backend, "
+    "PyTorch eager and as a CUDA graph, FlashInfer",
     GREEDY,
     STOCHASTIC,
+    COMMIT,
+    DRAW,
     SCAN,
 )

@@ -24,7 +24,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "sampling": {
         "pallas": ("pallas/stochastic*.py", "pallas/sample*.py"),
         "cuda": ("cuda_ffi/stochastic.py", "cuda_ffi/src/sample/*"),
-        "triton": ("triton/stochastic*.py", "triton/sample*.py"),
+        "triton": ("triton/stochastic*.py", "triton/sample*.py", "triton/distribution*.py"),
     },
     "hashes": {
         "pallas": ("pallas/hash*.py", "pallas/codes.py", "pallas/encode.py", "pallas/append.py"),

@@ -22,6 +22,7 @@ from bench.report.markdown import Line, case_words, microseconds, ms, table
 from bench.report.operations import UNSAID, is_rival
 from bench.report.runs import Run
 from bench.table import number
+from jspec.ops import registry
 
 BEGIN = "<!-- table {}: written by `python -m bench report` -->"
 END = "<!-- end of table -->"
@@ -59,6 +60,12 @@ LONG_CODES = CODES | {"S": 32768}
 FAMILIES: dict[str, Sequence[Entry]] = {
     "verification": (
         Entry("verify_greedy", [VERIFY | {"gamma": g, "l2": "warm"} for g in (8, 128)], None),
+        Entry(
+            "acceptance_scan",
+            [VERIFY | {"gamma": g} for g in (8, 128)],
+            None,
+            dict.fromkeys(("pallas", "triton"), "the paper compares its two CUDA kernels"),
+        ),
         Entry("verify_and_commit", [{"B": 32, "T": t, "V": 128256} for t in (1, 9)]),
     ),
     "packing": (
@@ -85,7 +92,12 @@ FAMILIES: dict[str, Sequence[Entry]] = {
     ),
     "hashes": (
         Entry("hash_encode", [CODES | {"heads": h} for h in ("32/32", "32/8")], None),
-        Entry("rotate_append_encode", [CODES | {"heads": h} for h in ("32/32", "32/8")], None),
+        Entry(
+            "rotate_append_encode",
+            [CODES | {"heads": h} for h in ("32/32", "32/8")],
+            None,
+            {"cuda": "the CUDA kernel that encodes as it appends is a part of hash_attention"},
+        ),
         Entry("hamming_scores", [LONG_CODES | {"heads": h} for h in ("32/32", "32/8")]),
         Entry("hash_select", [LONG_CODES | {"heads": h, "n": 512} for h in ("32/32", "32/8")]),
     ),
@@ -245,7 +257,10 @@ def _without(entry: Entry, column: str, rows: Sequence[Row], notes: dict[str, in
     reasons = [row["reason"] for row in rows if row["name"] in COLUMNS[column] and "reason" in row]
     reason = entry.without.get(column) or next(iter(reasons), None)
     if reason is None:
-        return NOT_MEASURED
+        written = {
+            name for x in registry.operations() if x.name == entry.operation for name in x.backends
+        }
+        return NOT_MEASURED if written & set(COLUMNS[column]) else "not written"
     return f"[{notes.setdefault(reason, len(notes) + 1)}]"
 
 

@@ -22,6 +22,9 @@ CODES = "B=2,heads=4/2,T=2"
 CASES = {
     "verify_greedy": "B=3,gamma=40,alpha=0.3",
     "verify_stochastic": "B=2,V=300,draft=logits",
+    "acceptance_scan": "B=3,gamma=40,alpha=0.3",
+    "verify_and_commit": "B=2,T=3,V=300",
+    "sample": "B=2,V=300",
     "pack": "B=2,gamma=8,alpha=0.6,D=16",
     "verify_and_pack": "B=2,gamma=8,alpha=0.6,D=16",
     "attention": f"{CACHE},lengths=ragged",

@@ -1,0 +1,165 @@
+"""The page that compares backends, from results whose times are known and from committed ones."""
+
+import re
+
+import pytest
+
+from bench import report
+from bench.report import code, comparison
+from bench.report.runs import Run, read
+from jspec.ops import operations
+
+CEILINGS = [
+    {"operation": "ceilings", "name": work, "checked": True}
+    | {"case": {"work": work, "bytes": 2**30, "l2": "warm"}}
+    | {"bytes": 10**9, "device_ns": [1_000_000] * 3}  # 1 TB/s
+    for work in ("read", "copy")
+]
+CASE = {"B": 4, "S": 131072, "T": 1, "heads": "32/8", "H": 128, "lengths": "full"}
+
+
+def row(name, microseconds, **rest):
+    line = {"operation": "attention", "case": CASE, "name": name, "checked": True}
+    line |= {"device_ns": [1000 * microseconds] * 3, "bytes": 10**8, "backend": True}
+    return line | rest
+
+
+def run(*rows, suite="attention", date="2026-01-01", device="NVIDIA H100 80GB HBM3"):
+    machine = {"device": device, "date": date}
+    return Run("h100", suite, "", {"machine": machine, "ceilings": CEILINGS, "rows": list(rows)})
+
+
+def lines(text):
+    """The cells of a table's lines."""
+    table = [line for line in text.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_a_line_has_every_backend_the_best_rival_and_reasons():
+    refused = {"operation": "attention", "case": CASE, "name": "cuda", "checked": None}
+    refused["reason"] = "H=128 is not 64"
+    rows = [row("triton", 200), row("pallas", 125), row("xla", 1000), row("xla_blocked", 500)]
+    text = comparison.operations(
+        "attention", [run(*rows, refused, row("fa3", 100), row("cudnn", 250))]
+    )
+    first = lines(text)[0]
+    assert first[:3] == ["attention", "B=4, S=128K, T=1, heads=32/8, H=128", "H100"]
+    assert first[3:] == [
+        "**125 us (80%)**",
+        "[1]",
+        "200 us (50%)",
+        "500 us (20%)",
+        "100 us (100%), fa3",
+    ]
+    assert "[1] H=128 is not 64" in text
+    assert lines(text)[1][3:] == [comparison.NOT_MEASURED] * 5
+
+
+def test_of_several_runs_that_with_most_backends_stands_and_others_fill_gaps():
+    old = run(row("pallas", 150), row("triton", 160), row("xla", 900), date="2026-01-02")
+    late = run(row("triton", 170), row("cuda", 140), date="2026-01-03")
+    (_, point), *_ = comparison.points(comparison.FAMILIES["attention"][0], CASE, [late, old])
+    times = {column: timed and timed.time for column, timed in point.timed.items()}
+    assert times == {"pallas": 150, "cuda": 140, "triton": 160, "xla": 900}
+    wrong = run(row("triton", 1, checked=False), date="2026-01-04")
+    (_, same), *_ = comparison.points(comparison.FAMILIES["attention"][0], CASE, [late, old, wrong])
+    assert same.timed == point.timed
+
+
+def step(name, milliseconds, **rest):
+    case = {"model": "m", "B": 4, "S": 8192, "draft": "vegas", "sampling": "greedy"}
+    line = {"operation": "backend", "case": case, "name": name, "checked": "2 layers"}
+    return line | {"step_ns": [1_000_000 * milliseconds] * 3, "over_floor": 1.25} | rest
+
+
+def test_steps_say_what_another_backend_ran():
+    choice = {"operation": "linear", "backend": "xla", "reason": "it has no backend pallas"}
+    rows = [step("default", 8), step("pallas", 9, backends=[choice])]
+    text = comparison.steps([run(*rows, suite="decode")])
+    (cells,) = lines(text)
+    assert cells[:2] == ["m, B=4, S=8K, vegas, greedy", "H100"]
+    assert cells[2:] == ["8.00 ms (1.25)", "9.00 ms (1.25)", *["not measured"] * 3]
+    assert "it has no backend pallas: linear by xla for pallas" in text
+    assert "not measured" in comparison.steps([run(step("default", 8), suite="decode")])
+
+
+def test_sharded_attention_is_by_kernel_and_by_exchange():
+    def attend(microseconds, **case):
+        base = {"B": 8, "S": 131072, "heads": "128/8", "T": 1, "kvp": 2, "tpa": 1, "latent": 0}
+        base |= {"strategy": "helix", "overlap": 1, "kernel": "default", "exchange": "xla"}
+        line = {"operation": "attend", "case": base | case, "name": "helix", "checked": True}
+        return line | {"step_ns": [1000 * microseconds] * 3}
+
+    rows = [
+        attend(60),
+        attend(50, exchange="cuda"),
+        attend(70, kernel="triton"),
+        attend(9, overlap=2),
+    ]
+    (cells,) = lines(comparison.sharded([run(*rows, suite="helix")]))
+    assert cells[0] == "KVP=2, TPA=1, B=8, S=128K, 128/8 heads, T=1"
+    missing = "not measured"
+    assert cells[2:] == [missing, missing, "70.0 us", missing, "60.0 us", missing, "50.0 us"]
+
+
+def test_a_picture_has_a_bar_for_each_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    assert not comparison.draw("attention", [], path)
+    assert not path.exists()
+    assert comparison.draw("attention", [run(row("triton", 200), row("fa3", 100))], path)
+    assert path.stat().st_size > 1000
+
+
+def test_the_operations_of_the_page_exist():
+    known = {operation.name: operation for operation in operations()}
+    for entry in (entry for family in comparison.FAMILIES.values() for entry in family):
+        backends = set(known[entry.operation].backends)
+        assert not set(entry.without) & backends
+
+
+def test_lines_of_code_are_without_comments_and_docstrings():
+    python = '"""Doc.\n\nmore\n"""\nimport x  # y\n\n# c\ndef f(a,\n      b):\n    """D."""\n'
+    python += '    s = """a\n    b"""\n'
+    assert code.python_lines(python) == 5
+    assert code.c_lines("// a\nint x; // b\n/* c\n d */\n\nint y;\n") == 2
+    counts = code.lines_of_code()
+    assert set(counts) == set(comparison.FAMILIES)
+    assert all(of_family[backend] > 50 for of_family in counts.values() for backend in of_family)
+
+
+def test_every_kernel_file_is_counted():
+    """But for those of operations that the page does not have."""
+    others = "all_to_all|mosaic|append(_kernel)?$|linear|route|grouped|mxfp4|collisions|key_scores"
+    others += "|weights|call$"
+    counted = {
+        path
+        for of_family in code.FILES.values()
+        for globs in of_family.values()
+        for path in code._paths(globs)
+    }
+    for folder in ("pallas", "triton"):
+        for path in (code.JSPEC / folder).glob("*.py"):
+            if path.stem != "__init__" and not re.match(others, path.stem):
+                assert path in counted, path
+
+
+def test_the_committed_page_is_that_of_the_results():
+    page = report.COMPARISON.read_text()
+    written = comparison.refreshed(page, read(report.RESULTS))
+    # Lines of code change with every kernel, and the page is written with the next results.
+    before, after = (text.partition("## What a kernel costs")[0] for text in (page, written))
+    assert before.replace("not written", "not measured") == after.replace(
+        "not written", "not measured"
+    )
+    assert set(re.findall(r"<!-- table ([a-z ]+):", page)) == set(comparison.TABLES)
+    for picture in re.findall(r"\]\((.*?\.png)\)", page):
+        assert (report.DOCS / picture).exists()
+
+
+def test_a_table_that_there_is_none_of_is_an_error():
+    page = f"{comparison.BEGIN.format('songs')}\n{comparison.END}\n"
+    with pytest.raises(
+        ValueError, match=r"comparison.md has a table 'songs'; there are verification,"
+    ):
+        comparison.refreshed(page, [])
