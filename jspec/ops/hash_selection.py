@@ -136,6 +136,7 @@ HASH_SELECT = Operation(
         "xla": Backend("xla", _xla, always),
         "two_steps": Backend("two_steps", _two_steps, always, composite=True),
         "cuda": "jspec.cuda_ffi.hashed:HASH_SELECT",
+        "triton": "jspec.triton.hash_select:HASH_SELECT",
         "pallas": "jspec.pallas.hash_select:HASH_SELECT",
     },
     hash_select_sizes,
