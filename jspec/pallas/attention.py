@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -96,11 +97,11 @@ def _attended(
     last, bounds = reach(positions, shape, window)
     items, until = plan(bounds, shape, blocks)
     partials = _Partials(shape, scale, window, softcap, blocks)
-    attend = functools.partial(_lowered_once, partials)
+    attend = functools.partial(lowered_once, partials)
     out, lse, scores = opaque(attend, grouped(q, kv_heads), probe, k, v, last, items, until)
     if blocks.chunks.count > 1:
         merge = Merge(q.shape, q.dtype, kv_heads, blocks.chunks)
-        return *opaque(functools.partial(_lowered_once, merge), out, lse, bounds), scores
+        return *opaque(functools.partial(lowered_once, merge), out, lse, bounds), scores
 
     def only(x: Array) -> Array:
         x = jnp.moveaxis(x[:, :, :, 0, : shape.program_rows], 1, 2)
@@ -111,7 +112,7 @@ def _attended(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _lowered_once(kernel: _Partials | Merge, *arrays: Any) -> Any:
+def lowered_once(kernel: Callable[..., Any], *arrays: Any) -> Any:
     """``kernel(*arrays)``, lowered once for all layers of a program.
 
     JAX writes a new number into a Mosaic kernel each time it is lowered. If each layer lowered it,

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.pallas import attention_compute as module
+from jspec.pallas import gathered
 
 
 @pytest.fixture
@@ -19,4 +20,5 @@ def products_of_arrays(monkeypatch):
         return intermediates, add_matmul(*sums)
 
     monkeypatch.setattr(module, "add_matmul", add_matmul)
+    monkeypatch.setattr(gathered, "add_matmul", add_matmul)
     monkeypatch.setattr(module, "overlapped_matmuls", overlapped_matmuls)

@@ -224,6 +224,7 @@ GATHERED = Operation(
         "xla": Backend("xla", _xla, always),
         "triton": "jspec.triton.gathered:GATHERED",
         "cuda": "jspec.cuda_ffi.gathered:GATHERED",
+        "pallas": "jspec.pallas.gathered:GATHERED",
     },
     gathered_sizes,
     _cases,
