@@ -24,6 +24,7 @@ from typing import Any
 
 from bench import (
     attention,
+    counters,
     decode,
     hata,
     helix,
@@ -44,12 +45,13 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(verify, pack, attention, select, hata),
-        *(decode, real, serving, helix, quality),
+        *(decode, real, serving, helix, quality, counters),
     )
 }
+ALONE = (real.SUITE.name, counters.SUITE.name)  # needs a model, needs ncu
 # What is no suite.
 COMMANDS = {
-    "all": "every suite but real",
+    "all": "every suite but real and counters",
     "show": "the tables of stored results: python -m bench show FILE...",
     "report": "docs/RESULTS.md and its pictures from bench/results",
     "tune": "orders of backends, from results: python -m bench tune DIR --json FILE; block sizes, "
@@ -95,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     """Run the requested suites; returns 0 if every checked output was right."""
     whole = asked.suite == "all"
-    names = [name for name in SUITES if name != real.SUITE.name] if whole else [asked.suite]
+    names = [name for name in SUITES if name not in ALONE] if whole else [asked.suite]
     model = _model(parser, asked)
     only = tuple(asked.backend)
     if only:
