@@ -204,6 +204,10 @@ inline int __reduce_min_sync(unsigned, int value) {
   for (const int x : emulator::warp_values(value)) value = min(value, x);
   return value;
 }
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
 inline uint64_t __cvta_generic_to_shared(const void* pointer) {
   // Shared memory does not begin at 0, where programs could take an address for an offset.
   const int64_t at = static_cast<const char*>(pointer) - emulator::shared_memory;

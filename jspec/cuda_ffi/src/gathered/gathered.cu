@@ -61,11 +61,29 @@ __global__ void __launch_bounds__(kWarps * 32, 3)
   const int part = rest % g.parts, batch_row = rest / g.parts;
   if (batch_row >= g.batch) return;
 
-  const int64_t list = int64_t(batch_row) * g.lists + (g.lists > 1 ? head : 0);
+  // Loads that nothing below waits for come first.
   const int32_t* positions = g.positions + int64_t(batch_row) * g.tokens;
-  int newest = -1;
-  for (int i = lane; i < g.tokens; i += 32) newest = max(newest, positions[i]);
-  newest = __reduce_max_sync(kAllLanes, newest);
+  Softmax<2> softmax;
+  softmax.unit = g.scale * kLog2e;
+  softmax.clear();
+  uint32_t q[kChannels / 16][4] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + eighth + 8 * i;
+    softmax.last[i] = -1;
+    if (row >= rows) continue;
+    const int token = row / g.group;
+    softmax.last[i] = __ldg(positions + token);
+    const int64_t at_token = (int64_t(batch_row) * g.tokens + token) * g.kv_heads + head;
+    const uint16_t* source = g.q + (at_token * g.group + row % g.group) * kChannels;
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      const uint16_t* pair = source + 8 * j + 2 * quarter;
+      q[j / 2][j % 2 * 2 + i] = __ldg(reinterpret_cast<const uint32_t*>(pair));
+    }
+  }
+
+  const int64_t list = int64_t(batch_row) * g.lists + (g.lists > 1 ? head : 0);
   const int count = g.counts ? min(max(g.counts[list], 0), g.selected_count) : g.selected_count;
   const int context_len = g.context_len[batch_row];
   // Entries of the list: the slots of the tail, then those that were selected.
@@ -79,40 +97,36 @@ __global__ void __launch_bounds__(kWarps * 32, 3)
                 team * max_tiles(g) * kTile;
   const int32_t* tail = g.tail + int64_t(batch_row) * g.tail_count;
   const int32_t* selected = g.selected + list * g.selected_count;
-  // A slot that no query reads may hold anything, and 0 * NaN is NaN: it is -1 in the list.
+  // Every load is made, and __ldg says that nothing writes there, so that none waits for another.
+#pragma unroll 4
   for (int i = thread; i < tiles * kTile; i += kThreads) {
-    const int entry = begin * kTile + i;
-    int slot = -1;
-    if (entry < g.tail_count) {
-      if (context_len + entry <= newest) slot = tail[entry];
-    } else if (entry < entries && newest >= 0) {
-      slot = selected[entry - g.tail_count];
-    }
-    listed[i] = slot;
+    const int entry = begin * kTile + i, there = min(entry, entries - 1);
+    const int slot =
+        __ldg(there < g.tail_count ? tail + there : selected + (there - g.tail_count));
+    listed[i] = entry == there ? slot : -1;
   }
+  // The position of an entry of this part: 0 for one that all queries read, the highest for none.
+  const auto position_at = [&](int at) {
+    const int entry = begin * kTile + at;
+    if (listed[at] < 0) return INT32_MAX;
+    return entry < g.tail_count ? context_len + entry : 0;
+  };
 
-  Softmax<2> softmax;
-  softmax.unit = g.scale * kLog2e;
-  softmax.clear();
-  uint32_t q[kChannels / 16][4] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = first_row + eighth + 8 * i;
-    softmax.last[i] = -1;
-    if (row >= rows) continue;
-    const int token = row / g.group;
-    softmax.last[i] = positions[token];
-    const int64_t at_token = (int64_t(batch_row) * g.tokens + token) * g.kv_heads + head;
-    const uint16_t* source = g.q + (at_token * g.group + row % g.group) * kChannels;
-#pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      q[j / 2][j % 2 * 2 + i] = *reinterpret_cast<const uint32_t*>(source + 8 * j + 2 * quarter);
+  int newest = -1;
+  for (int i = lane; i < g.tokens; i += 32) newest = max(newest, __ldg(positions + i));
+  newest = __reduce_max_sync(kAllLanes, newest);
+  // A slot that no query reads may hold anything, and 0 * NaN is NaN.
+  if (begin * kTile < g.tail_count || newest < 0) {
+    for (int i = thread; i < tiles * kTile; i += kThreads) {
+      if (position_at(i) > newest) listed[i] = -1;
     }
   }
   meet<kTeam>(team);  // the list is complete
 
-  const int64_t slot_size = int64_t(g.kv_heads) * kChannels;
-  const int64_t base = int64_t(batch_row) * g.slots * slot_size + head * kChannels;
+  const int slot_bytes = g.kv_heads * kChannels * 2;
+  const int64_t base = int64_t(batch_row) * g.slots * slot_bytes + head * kChannels * 2;
+  const char* const all_keys = reinterpret_cast<const char*>(g.k) + base;
+  const char* const all_values = reinterpret_cast<const char*>(g.v) + base;
   int next = 0, next_slot = 0;  // the tile that is copied next, and its place in the ring
   const auto copy_next = [&] {
     if (next < tiles) {
@@ -122,9 +136,9 @@ __global__ void __launch_bounds__(kWarps * 32, 3)
       for (int i = 0; i < kTile * kUnits / kThreads; ++i) {
         const int at = (i * kThreads + thread) / kUnits, unit = (i * kThreads + thread) % kUnits;
         const int slot = listed[next * kTile + at], place = place_of<kChannels>(at, unit);
-        const int64_t from = base + max(slot, 0) * slot_size + unit * 8;
-        copy_async(keys + place, g.k + from, slot >= 0);
-        copy_async(values + place, g.v + from, slot >= 0);
+        const int64_t from = int64_t(max(slot, 0)) * slot_bytes + unit * 16;
+        copy_async(keys + place, all_keys + from, slot >= 0);
+        copy_async(values + place, all_values + from, slot >= 0);
       }
     }
     commit_copies();  // of nothing too, so that the number of groups does not depend on `tiles`
@@ -157,9 +171,7 @@ __global__ void __launch_bounds__(kWarps * 32, 3)
     for (int i = 0; i < 8; ++i) scores[i] = halves[0][i] + halves[1][i];
 
     const auto position_of = [&](int i, int j) {
-      const int at = tile * kTile + 8 * i + 2 * quarter + j, entry = begin * kTile + at;
-      if (listed[at] < 0) return INT32_MAX;
-      return entry < g.tail_count ? context_len + entry : 0;
+      return position_at(tile * kTile + 8 * i + 2 * quarter + j);
     };
     uint32_t weights[1][4];
     if (softmax.template weigh<true, 2>(scores, weights, position_of)) {
