@@ -53,6 +53,7 @@ namespace emulator {
 
 constexpr int kSharedBytes = 232448, kStackBytes = 1 << 17;
 inline char* shared_memory = nullptr;  // of kSharedBytes; the program defines it
+inline int shared_bytes = 0;           // of this launch
 
 struct Fiber {
   ucontext_t context;
@@ -165,6 +166,9 @@ inline void run_block(int threads) {
     }
     if (running && events == before) fail("all threads wait for each other");
   }
+  for (int i = shared_bytes; i < kSharedBytes; ++i) {
+    if (shared_memory[i] != char(0xff)) fail("a store past the launch's shared memory");
+  }
   fibers.clear();
 }
 
@@ -211,7 +215,7 @@ T __ldg(const T* from) {
 inline uint64_t __cvta_generic_to_shared(const void* pointer) {
   // Shared memory does not begin at 0, where programs could take an address for an offset.
   const int64_t at = static_cast<const char*>(pointer) - emulator::shared_memory;
-  if (at < 0 || at > emulator::kSharedBytes) emulator::fail("not an address of shared memory");
+  if (at < 0 || at >= emulator::shared_bytes) emulator::fail("not an address of shared memory");
   return 4096 + at;
 }
 
@@ -277,6 +281,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                const Parameters&... arguments) {
   const std::lock_guard<std::mutex> lock(emulator::one_at_a_time);
   if (config->dynamicSmemBytes > emulator::kSharedBytes) emulator::fail("too much shared memory");
+  emulator::shared_bytes = static_cast<int>(config->dynamicSmemBytes);
   emulator::body = [&] { kernel(arguments...); };
   gridDim = config->gridDim, blockDim = config->blockDim;
   for (unsigned block = 0; block < gridDim.x; ++block) {
