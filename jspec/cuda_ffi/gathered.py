@@ -16,6 +16,7 @@ from jspec.typing import Array
 CHANNELS = (64, 128)  # of a key and of a value
 MAX_LISTED = 65536  # slots of a list, with those of the tail
 MAX_PARTS = 32  # into which they are split
+MAX_CHUNK = MAX_LISTED // MAX_PARTS  # slots of a part, which shared memory has room for
 TILE = 16  # slots
 
 
@@ -53,6 +54,7 @@ def gathered_cuda(
         scale=np.float32(scale),
         parts=np.int32(parts),
         stages=np.int32(blocks["stages"]),
+        warps=np.int32(blocks["warps"]),
     )
     return out, lse
 
@@ -63,7 +65,7 @@ def parts_of(listed: int, chunk: int) -> int:
     It follows from sizes alone: a row's arithmetic must not depend on its neighbours.
     """
     tiles = -(-listed // TILE)
-    return min(max(-(-tiles * TILE // chunk), 1), tiles, MAX_PARTS)
+    return min(-(-tiles * TILE // min(chunk, MAX_CHUNK)), tiles, MAX_PARTS)
 
 
 def refuses(

@@ -18,7 +18,7 @@ const char* gathered_attention(const Gathered& gathered, Stream stream);
 using namespace jspec;
 
 struct Sizes {
-  int batch, slots, kv_heads, tokens, group, channels, selected, tail, parts, stages;
+  int batch, slots, kv_heads, tokens, group, channels, selected, tail, parts, stages, warps;
 };
 
 bool run(const Sizes& s, bool per_head) {
@@ -78,11 +78,12 @@ bool run(const Sizes& s, bool per_head) {
   const Gathered host{q.data(), k.data(), v.data(), positions.data(), selected.data(), tail.data(),
                       context_len.data(), counts.data(), out.data(), lse.data(), nullptr, nullptr,
                       s.batch, s.slots, s.kv_heads, s.tokens, s.group, s.channels, lists, s.selected,
-                      s.tail, s.parts, s.stages, 0.1f};
+                      s.tail, s.parts, s.stages, s.warps, 0.1f};
   const Gathered device{d_q.data, d_k.data, d_v.data, d_positions.data, d_selected.data,
                         d_tail.data, d_context_len.data, d_counts.data, d_out.data, d_lse.data,
                         partial_out.data, partial_sums.data, s.batch, s.slots, s.kv_heads, s.tokens,
-                        s.group, s.channels, lists, s.selected, s.tail, s.parts, s.stages, 0.1f};
+                        s.group, s.channels, lists, s.selected, s.tail, s.parts, s.stages, s.warps,
+                        0.1f};
   launched(gathered_attention_on_host(host, nullptr));
   launched(gathered_attention(device, nullptr));
   const bool good = near(d_out, out, 0.02f, wide) &&
@@ -97,10 +98,11 @@ bool run(const Sizes& s, bool per_head) {
 
 int main() {
   // Teams of one, two and four warps; parts of one tile, and of more tiles than there are stages.
-  const Sizes cases[] = {{3, 900, 8, 1, 4, 128, 500, 3, 4, 3},   {2, 900, 3, 1, 1, 128, 512, 1, 32, 3},
-                         {2, 700, 2, 5, 4, 128, 300, 6, 2, 6},   {3, 2000, 4, 10, 4, 128, 1000, 12, 3, 8},
-                         {2, 500, 1, 20, 8, 128, 333, 24, 4, 2}, {3, 400, 2, 1, 7, 64, 300, 1, 1, 5},
-                         {2, 600, 3, 8, 4, 64, 400, 9, 8, 2},    {2, 300, 2, 12, 8, 64, 200, 12, 5, 4}};
+  const Sizes cases[] = {
+      {3, 900, 8, 1, 4, 128, 500, 3, 4, 3, 8},    {2, 900, 3, 1, 1, 128, 512, 1, 32, 3, 4},
+      {2, 700, 2, 5, 4, 128, 300, 6, 2, 6, 4},    {3, 2000, 4, 10, 4, 128, 1000, 12, 3, 8, 4},
+      {2, 500, 1, 20, 8, 128, 333, 24, 4, 2, 8},  {3, 400, 2, 1, 7, 64, 300, 1, 1, 5, 8},
+      {2, 600, 3, 8, 4, 64, 400, 9, 8, 2, 4},     {2, 300, 2, 12, 8, 64, 200, 12, 5, 4, 8}};
   int wrong = 0;
   for (const Sizes& sizes : cases) {
     for (const bool per_head : {false, true}) wrong += !run(sizes, per_head);

@@ -84,6 +84,7 @@ class SameBlocks:
 
     chunk: int
     stages: int
+    warps: int
 
     def block(self, operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, int]:
         assert (operation, backend) == ("gathered_attention", "cuda")
@@ -92,7 +93,9 @@ class SameBlocks:
 
 
 @by_name([CASES[0], CASES[2], CASES[3]])
-@pytest.mark.parametrize("blocks", [SameBlocks(4096, 2), SameBlocks(4096, 3), SameBlocks(16, 8)])
+@pytest.mark.parametrize(
+    "blocks", [SameBlocks(4096, 2, 8), SameBlocks(4096, 3, 4), SameBlocks(16, 8, 8)]
+)
 def test_equals_the_definition_by_any_block_sizes(case, blocks, kernel):
     """Parts of more tiles than there are stages, and of one tile."""
     with tuned.use_blocks(blocks):
@@ -100,6 +103,18 @@ def test_equals_the_definition_by_any_block_sizes(case, blocks, kernel):
     expected_out, expected_lse = brute_force(inputs(case, junk=0.0), scale=case.scale)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=1e-2)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@by_name([CASES[0]])
+def test_a_gpu_with_less_shared_memory_gets_blocks_of_four_warps(case, kernel, monkeypatch):
+    monkeypatch.setenv("EMULATED_SHARED_BYTES", str(99 * 1024))
+    with tuned.use_blocks(SameBlocks(4096, 3, 8)):
+        got = run(inputs(case, junk=np.nan), case)
+    monkeypatch.delenv("EMULATED_SHARED_BYTES")
+    with tuned.use_blocks(SameBlocks(4096, 2, 4)):
+        want = run(inputs(case, junk=np.nan), case)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @by_name([CASES[3]])
@@ -112,7 +127,7 @@ def test_padding_may_hold_anything(case, kernel):
 
 @pytest.mark.parametrize(
     ("listed", "chunk", "parts"),
-    [(1, 128, 1), (129, 128, 2), (513, 128, 5), (8193, 128, 32), (40, 8, 3)],
+    [(1, 128, 1), (129, 128, 2), (513, 128, 5), (8193, 128, 32), (40, 8, 3), (9000, 9000, 5)],
 )
 def test_a_part_has_about_a_chunk_of_slots(listed, chunk, parts):
     assert parts_of(listed, chunk) == parts

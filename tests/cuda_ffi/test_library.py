@@ -146,7 +146,8 @@ CALLS = {
     "gathered_attention": (
         [*ATTENDED, SELECTED, TAIL, LENGTHS, ((B, 2), jnp.int32)],
         [HALVES[0], ((B, 3, 4), jnp.float32), *[((B, 2, 3, 6, n), jnp.float32) for n in (64, 2)]],
-        {"scale": np.float32(0.1), "parts": np.int32(3), "stages": np.int32(2)},
+        {"scale": np.float32(0.1), "parts": np.int32(3), "stages": np.int32(2)}
+        | {"warps": np.int32(4)},
         None,
     ),
     "hash_select": (
@@ -240,7 +241,11 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ("hash_select", {"parts": np.int32(0)}, r"parts=0 in 1\.\.1024"),
         ("hash_attention", {"tail": np.int32(0)}, "tail=0 must be"),
         ("attention", {"parts": np.int32(33)}, "33 parts must have .* up to 32 parts"),
-        ("gathered_attention", {"stages": np.int32(9)}, "9 stages must have .* 2 to 8 stages"),
+        (
+            "gathered_attention",
+            {"stages": np.int32(9)},
+            "9 stages and 4 warps must have .* 2 to 8 stages",
+        ),
         ("select", {"counted": np.int32(0)}, "counted=0 must be at least 256"),
         ("select", {"sinks": np.int32(-1)}, r"sinks=-1 and recent=0 must be \[\.\.\., k\]"),
         ("linear_chain", {"added": np.zeros(1, np.int32)}, r"added\[0\]=0 is no product before it"),

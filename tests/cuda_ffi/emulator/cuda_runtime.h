@@ -55,6 +55,12 @@ constexpr int kSharedBytes = 232448, kStackBytes = 1 << 17;
 inline char* shared_memory = nullptr;  // of kSharedBytes; the program defines it
 inline int shared_bytes = 0;           // of this launch
 
+// How much a block may have: of Hopper, or of the GPU that EMULATED_SHARED_BYTES says.
+inline int shared_limit() {
+  const char* named = std::getenv("EMULATED_SHARED_BYTES");
+  return named ? std::atoi(named) : kSharedBytes;
+}
+
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
@@ -272,7 +278,7 @@ cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
   // Few multiprocessors, so that a persistent program has several items.
   *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 9;
-  if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = emulator::kSharedBytes;
+  if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = emulator::shared_limit();
   return cudaSuccess;
 }
 
@@ -280,7 +286,7 @@ template <typename... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Parameters&... arguments) {
   const std::lock_guard<std::mutex> lock(emulator::one_at_a_time);
-  if (config->dynamicSmemBytes > emulator::kSharedBytes) emulator::fail("too much shared memory");
+  if (int(config->dynamicSmemBytes) > emulator::shared_limit()) emulator::fail("too much shared memory");
   emulator::shared_bytes = static_cast<int>(config->dynamicSmemBytes);
   emulator::body = [&] { kernel(arguments...); };
   gridDim = config->gridDim, blockDim = config->blockDim;

@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kTile = 16;      // slots
 constexpr int kWarpRows = 16;  // query rows of a warp
-constexpr int kWarps = 4;      // of a block
 
 // Bytes of keys and values of a tile. A slot's row has units of 16 bytes, of which unit u of row r
 // is stored as unit u ^ r % 8, so that eight rows of a unit are in different banks.
@@ -43,8 +42,8 @@ __device__ __forceinline__ void meet(int team) {
   }
 }
 
-template <int kChannels, int kTeam>
-__global__ void __launch_bounds__(kWarps * 32, 3)
+template <int kChannels, int kTeam, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : 1)
     gathered_parts(const __grid_constant__ Gathered g) {
   constexpr int kThreads = 32 * kTeam, kChunks = kChannels / kChunk, kUnits = kChannels / 8;
   extern __shared__ char memory[];
@@ -207,7 +206,7 @@ __global__ void __launch_bounds__(kWarps * 32, 3)
   }
 }
 
-template <int kChannels, int kTeam>
+template <int kChannels, int kTeam, int kWarps>
 const char* launch_parts(Gathered g, Stream stream) {
   constexpr int kTeams = kWarps / kTeam;
   int device, limit;
@@ -215,25 +214,32 @@ const char* launch_parts(Gathered g, Stream stream) {
   cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   const int list_bytes = kTeams * max_tiles(g) * kTile * 4;
   const int stage_bytes = kTeams * kTileBytes<kChannels>;
-  g.stages = std::max(kMinStages, std::min(g.stages, (limit - list_bytes) / stage_bytes));
+  const int room = (limit - list_bytes) / stage_bytes;
+  if (kWarps == 8 && room < kMinStages) return launch_parts<kChannels, kTeam, 4>(g, stream);
+  g.stages = std::max(kMinStages, std::min(g.stages, room));
   const int row_tiles = (g.tokens * g.group + kWarpRows * kTeam - 1) / (kWarpRows * kTeam);
   const int items = g.batch * g.parts * row_tiles * g.kv_heads;
-  return launch_behind(gathered_parts<kChannels, kTeam>, (items + kTeams - 1) / kTeams,
+  return launch_behind(gathered_parts<kChannels, kTeam, kWarps>, (items + kTeams - 1) / kTeams,
                        kWarps * 32, g.stages * stage_bytes + list_bytes, false, stream, g);
 }
 
-template <int kChannels>
+template <int kChannels, int kWarps>
 const char* launch_team(const Gathered& g, Stream stream) {
   const int rows = g.tokens * g.group;
-  if (rows <= kWarpRows) return launch_parts<kChannels, 1>(g, stream);
-  if (rows <= 2 * kWarpRows) return launch_parts<kChannels, 2>(g, stream);
-  return launch_parts<kChannels, 4>(g, stream);
+  if (rows <= kWarpRows) return launch_parts<kChannels, 1, kWarps>(g, stream);
+  if (rows <= 2 * kWarpRows) return launch_parts<kChannels, 2, kWarps>(g, stream);
+  return launch_parts<kChannels, 4, kWarps>(g, stream);
+}
+
+template <int kChannels>
+const char* launch_warps(const Gathered& g, Stream stream) {
+  return (g.warps == 8 ? launch_team<kChannels, 8> : launch_team<kChannels, 4>)(g, stream);
 }
 
 }  // namespace
 
 const char* gathered_attention(const Gathered& g, Stream stream) {
-  const auto launch = g.channels == 64 ? launch_team<64> : launch_team<128>;
+  const auto launch = g.channels == 64 ? launch_warps<64> : launch_warps<128>;
   if (const char* failed = launch(g, stream)) return failed;
   return launch_merge(Merge{g.partial_out, g.partial_sums, g.positions, g.out, g.lse, g.batch,
                             g.tokens, g.kv_heads, g.group, g.parts},

@@ -34,6 +34,7 @@ struct Gathered {
   int32_t tail_count;
   int32_t parts;   // into which a list is split, with the tail
   int32_t stages;  // tiles in shared memory, fewer where there is no room for so many
+  int32_t warps;   // of a block: 4, or 8, and 4 where there is no room for so many
   float scale;
 };
 

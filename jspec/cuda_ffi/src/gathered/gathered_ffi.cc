@@ -8,7 +8,7 @@ namespace jspec {
 // arrays of partial results, which the kernels pass on.
 ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
                            ffi::RemainingRets results, float scale, int32_t parts,
-                           int32_t stages) {
+                           int32_t stages, int32_t warps) {
   const bool counted = arguments.size() == 8;
   ffi::Error error = check_count(arguments, 7 + counted, results, 4);
   if (error.failure()) return error;
@@ -26,14 +26,15 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
   const bool fits = group * kv_heads == heads && rows >= 1 && batch >= 1 && slots >= 1 &&
                     (channels == 64 || channels == 128) && count + tail_count >= 1 &&
                     count + tail_count <= kMaxListed && parts >= 1 && parts <= kMaxParts &&
-                    stages >= kMinStages && stages <= kMaxStages && slots <= INT32_MAX &&
+                    stages >= kMinStages && stages <= kMaxStages &&
+                    (warps == 4 || warps == 8) && slots <= INT32_MAX &&
                     batch * kv_heads * rows * parts <= INT32_MAX && scale > 0;
   if (!fits) {
     return invalid("q ", buffers[0], ", k ", buffers[1], ", selected ", buffers[4], ", tail ",
-                   buffers[5], ", scale ", scale, ", ", parts, " parts and ", stages,
-                   " stages must have 64 or 128 channels, up to ", kMaxListed,
+                   buffers[5], ", scale ", scale, ", ", parts, " parts, ", stages,
+                   " stages and ", warps, " warps must have 64 or 128 channels, up to ", kMaxListed,
                    " slots of a list and the tail, a positive scale, up to ", kMaxParts,
-                   " parts and ", kMinStages, " to ", kMaxStages, " stages");
+                   " parts, ", kMinStages, " to ", kMaxStages, " stages and 4 or 8 warps");
   }
   const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32, S32 = ffi::DataType::S32;
   const std::vector<int64_t> cache = {slots, kv_heads, channels};
@@ -64,7 +65,7 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
                buffers.data<float>(first + 2), buffers.data<float>(first + 3), narrowed(batch),
                narrowed(slots), narrowed(kv_heads), narrowed(tokens), narrowed(group),
                narrowed(channels), narrowed(lists), narrowed(count), narrowed(tail_count), parts,
-               stages, scale},
+               stages, warps, scale},
       stream));
 }
 
@@ -72,5 +73,6 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jspec_gathered_attention, jspec::attend_selected,
-    JSPEC_BIND().Attr<float>("scale").Attr<int32_t>("parts").Attr<int32_t>("stages"),
+    JSPEC_BIND().Attr<float>("scale").Attr<int32_t>("parts").Attr<int32_t>("stages").Attr<int32_t>(
+        "warps"),
     {jspec::ffi::Traits::kCmdBufferCompatible});
