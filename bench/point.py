@@ -91,7 +91,7 @@ def _checked(operation: str, case: Mapping[str, Any], program: Program | Absent)
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Median, 10th and 90th percentile of a clock's samples, in microseconds."""
+    """Median, 5th and 95th percentile of a clock's samples, in microseconds."""
 
     median: float
     low: float
@@ -105,8 +105,8 @@ def spread(row: Row, clock: str) -> Spread | None:
         return None
     if len(samples) < 2:
         return Spread(*[samples[0] / 1e3] * 3)
-    tenths = statistics.quantiles(samples, n=10, method="inclusive")
-    return Spread(statistics.median(samples) / 1e3, tenths[0] / 1e3, tenths[-1] / 1e3)
+    parts = statistics.quantiles(samples, n=20, method="inclusive")
+    return Spread(statistics.median(samples) / 1e3, parts[0] / 1e3, parts[-1] / 1e3)
 
 
 def by_case(rows: Sequence[Row], operation: str) -> list[list[Row]]:

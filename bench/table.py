@@ -63,7 +63,7 @@ def _table(
     for clock in clocks:
         table.add_column(clock, justify="right")
         if percentiles:
-            table.add_column("p10-p90", justify="right", style="dim")
+            table.add_column("p5-p95", justify="right", style="dim")
     headings = [*others, *(("MB", "GB/s", "of ceiling") if has_bytes else ())]
     headings += ["vs best"] if clocks else []
     for heading in headings:

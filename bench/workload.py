@@ -39,6 +39,12 @@ class Tokens:
         """The arguments of `jspec.ops.verify_greedy`."""
         return self.draft, self.target, self.lengths, self.stops
 
+    def by_accepted(self) -> Tokens:
+        """The same rows in the order of their accepted lengths."""
+        order = np.argsort(self.accepted, kind="stable")
+        parts = (*self.inputs, self.accepted)
+        return Tokens(*(x[order] for x in parts))
+
 
 def make_tokens(batch: int, gamma: int, alpha: float) -> Tokens:
     """Tokens that depend only on the arguments."""

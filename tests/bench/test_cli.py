@@ -169,7 +169,7 @@ def test_a_table_fits_the_terminal_and_explains_its_ratios(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     text = " ".join(lines)
-    assert ("p10-p90" in text) == percentiles
+    assert ("p5-p95" in text) == percentiles
     speeds = [line.split()[-1] for line in lines if re.search(r"\dx ?$", line)]
     assert speeds == ["1.00x", "0.50x", "1.00x"]
     assert "x: how many times as fast, above 1 for faster" in text

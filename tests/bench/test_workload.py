@@ -100,3 +100,15 @@ def test_plausible_by_hand(u, accepted, token, allowed):
     uniforms = np.array([[[u, 0]], [[0.2, 0.2]], [[0.9, 0.9]]])
     got = workload.plausible(logits, uniforms, np.array([accepted]), np.array([token]))
     assert got == allowed
+
+
+def test_sorted_rows_are_the_same_rows():
+    drawn = workload.make_tokens(32, 8, 0.6)
+    ordered = drawn.by_accepted()
+    assert (np.diff(ordered.accepted) >= 0).all()
+    for one, other in zip(
+        (*drawn.inputs, drawn.accepted), (*ordered.inputs, ordered.accepted), strict=True
+    ):
+        assert sorted(map(str, one)) == sorted(map(str, other))
+    matched = ordered.draft == ordered.target[:, :-1]
+    np.testing.assert_array_equal(matched.cumprod(axis=1).sum(axis=1), ordered.accepted)
