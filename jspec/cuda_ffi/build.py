@@ -35,6 +35,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "grouped": (),
     "select": (),
     "hashed": (),
+    "codes": (),
     "attention": (),
     "gathered": (),
     "host": (),

@@ -37,6 +37,7 @@ TARGETS = {
     "grouped": ("grouped_linear",),
     "select": ("select",),
     "hashed": ("hash_select", "hash_attention"),
+    "codes": ("hamming_scores", "hash_encode"),
     "attention": ("attention", "scored_attention"),
     "gathered": ("gathered_attention",),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),

@@ -42,7 +42,7 @@ def hash_encode(x: Array, w: Array, *, implementation: str | None = None) -> Arr
 def hash_encode_both(
     q: Array, k: Array, w: Array, *, implementation: str | None = None
 ) -> tuple[Array, Array]:
-    """`hash_encode` of queries and keys of the same tokens, with Triton in one launch.
+    """`hash_encode` of queries and keys of the same tokens, by kernels in one launch.
 
     Args:
         q: ``[B, T, N, H]``.
@@ -265,6 +265,7 @@ HASH_ENCODE = Operation(
     {
         "xla": Backend("xla", _encode_xla, always),
         "triton": "jspec.triton.hash:HASH_ENCODE",
+        "cuda": "jspec.cuda_ffi.codes:HASH_ENCODE",
         "pallas": "jspec.pallas.encode:HASH_ENCODE",
     },
     encode_sizes,
@@ -276,6 +277,7 @@ HAMMING_SCORES = Operation(
     {
         "xla": Backend("xla", hamming_xla, always),
         "triton": "jspec.triton.hash:HAMMING_SCORES",
+        "cuda": "jspec.cuda_ffi.codes:HAMMING_SCORES",
         "pallas": "jspec.pallas.hash:HAMMING_SCORES",
     },
     hamming_sizes,

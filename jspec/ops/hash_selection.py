@@ -36,7 +36,7 @@ def hash_select(
 ) -> Array:
     """`jspec.ops.select` of the `jspec.ops.hamming_scores` of codes, slots for each KV head.
 
-    The CUDA backend counts scores while it computes them, and reads the codes once.
+    CUDA and Triton count scores while they compute them; all kernels read the codes once.
 
     Args:
         q_codes: uint32 ``[B, T, N, W]``.

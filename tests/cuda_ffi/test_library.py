@@ -156,6 +156,18 @@ CALLS = {
         {"sinks": np.int32(0), "recent": np.int32(0), **HASH_CUT.attributes},
         None,
     ),
+    "hamming_scores": (
+        [*HASH[:3], ((B, 256, 1), jnp.float32)],
+        [((B, 1, 256), jnp.float32)],
+        {"scaled": np.bool_(True)},
+        None,
+    ),
+    "hash_encode": (
+        [((B, 3, 4, 64), jnp.bfloat16), ((B, 3, 2, 64), jnp.bfloat16), ((2, 64, 64), jnp.float32)],
+        [((B, 3, 4, 2), jnp.uint32), ((B, 3, 2, 2), jnp.uint32)],
+        {"with_keys": np.bool_(True)},
+        None,
+    ),
     "hash_attention": (
         [
             ((B, 1, 2, 4 * 64), jnp.bfloat16),

@@ -25,12 +25,14 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __align__(bytes)
 
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 struct int2 { int x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct float2 { float x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -214,10 +216,29 @@ inline int __reduce_min_sync(unsigned, int value) {
   for (const int x : emulator::warp_values(value)) value = min(value, x);
   return value;
 }
-template <typename T>
-T __ldg(const T* from) {
-  return *from;
+inline unsigned __ballot_sync(unsigned, bool value) {
+  unsigned bits = 0;
+  int lane = 0;
+  for (const bool x : emulator::warp_values(value)) bits |= unsigned(x) << lane++;
+  return bits;
 }
+
+// Functions of a thread alone.
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+template <typename T>
+T __ldg(const T* from) { return *from; }
+inline int atomicAdd(int* to, int value) { return *to += value, *to - value; }
+inline float __uint_as_float(unsigned bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline int __float_as_int(float value) {
+  int bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
 inline uint64_t __cvta_generic_to_shared(const void* pointer) {
   // Shared memory does not begin at 0, where programs could take an address for an offset.
   const int64_t at = static_cast<const char*>(pointer) - emulator::shared_memory;

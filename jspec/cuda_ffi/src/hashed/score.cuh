@@ -2,13 +2,12 @@
 #pragma once
 
 #include "common/dependent.cuh"
-#include "hashed/hashed.h"
+#include "hashed/planes.cuh"
 #include "select/keys.h"
 
 namespace jspec {
 
 constexpr int kScoring = 512, kScoringWarps = kScoring / 32;
-constexpr int kMostPlanes = 8;  // for fewer than 128 codes of queries
 constexpr int kCounters = 10240;  // of a block: 40 KiB
 
 // Slots that a lane scores at a time, next to each other. Planes take registers of their own.
@@ -28,84 +27,6 @@ struct Heads {
     slots = kScoring / heads;
   }
 };
-
-// What a key meets in place of Q codes of queries. c of them have a 1 at a bit: u = c - Q / 2, rounded
-// down, is a number of two's complement, whose digits at all bits are the planes. A key with the bits
-// k shares  base + 2 sum(k u) - (Q odd) sum(k)  bits with the queries, where base is what a key
-// without bits shares: sum(Q - c).
-inline int planes_of(int64_t queries) {
-  int count = 1;
-  while ((int64_t(1) << (count - 1)) - 1 < (queries + 1) / 2) ++count;
-  return count;
-}
-
-// How many bits of `words` words are set. Three words of four are added bit by bit first: counting is
-// the slowest of these instructions.
-template <int words>
-__device__ __forceinline__ int count_bits(const uint32_t (&x)[words]) {
-  int ones = 0;
-  if constexpr (words % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < words; i += 4) {
-      const uint32_t sum = x[i] ^ x[i + 1] ^ x[i + 2];
-      const uint32_t carry = (x[i] & x[i + 1]) | (x[i + 2] & (x[i] | x[i + 1]));
-      ones += __popc(sum) + __popc(x[i + 3]) + 2 * __popc(carry);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < words; ++i) ones += __popc(x[i]);
-  }
-  return ones;
-}
-
-// Words of a code, loaded or stored at once.
-template <int words>
-__device__ __forceinline__ void move_code(const uint32_t* from, uint32_t* to) {
-  if constexpr (words >= 4) {
-#pragma unroll
-    for (int i = 0; i < words; i += 4) {
-      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
-    }
-  } else if constexpr (words == 2) {
-    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
-  } else {
-    *to = *from;
-  }
-}
-
-// Fills the planes [count, heads, words] of `heads` heads from `head0` on, a thread a word. The bases
-// are 0 before.
-template <int words>
-__device__ __forceinline__ void fill_planes(const Hash& hash, int64_t batch, int head0, int heads,
-                                            int count, uint32_t* planes, int32_t* base) {
-  const int own = threadIdx.x / words, word = threadIdx.x % words, head = head0 + own;
-  if (own >= heads || head >= hash.heads) return;
-  const int queries = hash.tokens * hash.group, half = queries / 2;
-  uint32_t digits[kMostPlanes];
-#pragma unroll
-  for (int p = 0; p < kMostPlanes; ++p) digits[p] = -half >> p & 1 ? ~0u : 0;
-  for (int i = 0; i < queries; ++i) {
-    const int64_t token = batch * hash.tokens + i / hash.group;
-    const int64_t at = (token * hash.heads + head) * hash.group + i % hash.group;
-    uint32_t carry = hash.q_codes[at * words + word];
-#pragma unroll
-    for (int p = 0; p < kMostPlanes; ++p) {
-      const uint32_t next = digits[p] & carry;
-      digits[p] ^= carry;
-      carry = next;
-    }
-  }
-  int sum = half * 32;  // of c over the word's bits
-#pragma unroll
-  for (int p = 0; p < kMostPlanes; ++p) {
-    if (p < count) {
-      planes[(p * heads + own) * words + word] = digits[p];
-      const int weight = p + 1 == count ? -(1 << p) : 1 << p;
-      sum += weight * __popc(digits[p]);
-    }
-  }
-  atomicAdd(base + own, queries * 32 - sum);
-}
 
 // Writes a record from `bins` counters in shared memory, by a warp, the highest first.
 __device__ __forceinline__ void write_record(const uint32_t* counters, int bins, uint32_t* record) {
@@ -177,29 +98,10 @@ __global__ void __launch_bounds__(kScoring, 2)
   while (slot < end) {
     int score[S] = {};
     if constexpr (one) {
-#pragma unroll
-      for (int i = 0; i < S; ++i) {
-        uint32_t same[words];
-#pragma unroll
-        for (int j = 0; j < words; ++j) same[j] = ~(code[i][j] ^ query[j]);
-        score[i] = count_bits<words>(same);
-      }
+      score_by_query(code, query, score);
     } else {
-      for (int p = 0; p < plane_count; ++p) {
-        uint32_t plane[words];
-        move_code<words>(planes + (p * heads.heads + own) * words, plane);
-        const int weight = p + 1 == plane_count ? -(2 << p) : 2 << p;
-#pragma unroll
-        for (int i = 0; i < S; ++i) {
-          uint32_t both[words];
-#pragma unroll
-          for (int j = 0; j < words; ++j) both[j] = code[i][j] & plane[j];
-          score[i] += weight * count_bits<words>(both);
-        }
-      }
-      const int base = bases[own];
-#pragma unroll
-      for (int i = 0; i < S; ++i) score[i] += base - (odd ? count_bits<words>(code[i]) : 0);
+      score_by_planes(code, planes + own * words, heads.heads * words, plane_count, bases + own, odd,
+                      score);
     }
     constexpr int kPacked = S * sizeof(Score) / 4, kIn = 4 / sizeof(Score);
     uint32_t packed[kPacked];
