@@ -351,16 +351,16 @@ __global__ void __launch_bounds__(Shape<kChannels>::kThreads, 1)
 // How copies find the blocks of a cache. Returns the error's message, or null.
 const char* map_of(const Attention& a, const uint16_t* cache, CUtensorMap* map) {
   void* encode = nullptr;
-  cudaDriverEntryPointQueryResult found;
+  cudaDriverEntryPointQueryResult status;
 #if CUDART_VERSION >= 12050
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode,
-                                                             12000, cudaEnableDefault, &found);
+                                                             12000, cudaEnableDefault, &status);
 #else
   const cudaError_t error =
-      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &found);
+      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &status);
 #endif
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  if (found != cudaDriverEntryPointSuccess) return "the driver has no cuTensorMapEncodeTiled";
+  if (status != cudaDriverEntryPointSuccess) return "the driver has no cuTensorMapEncodeTiled";
   const cuuint64_t channels = a.channels, heads = a.kv_heads, slots = a.slots;
   const cuuint64_t head_bytes = channels * 2, slot_bytes = heads * head_bytes;
   const cuuint64_t sizes[] = {channels, heads, slots, cuuint64_t(a.batch)};

@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : 1)
     await_copies(g.stages - 2);
     meet<kTeam>(team);  // this tile is there, and the team has read the one before it
     copy_next();
+    if (first_row >= rows) continue;  // a warp without rows copies only
     const char* keys = ring + ring_slot * kTileBytes<kChannels>;
     const char* values = keys + kTileBytes<kChannels> / 2;
     ring_slot = ring_slot + 1 == g.stages ? 0 : ring_slot + 1;
