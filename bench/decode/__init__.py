@@ -12,6 +12,7 @@ selects.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,15 +20,18 @@ import jax
 
 from bench import ceilings, profiles
 from bench.cases import Case
+from bench.ceilings import Ceilings
 from bench.decode import floors
 from bench.decode.catalogue import MODELS
-from bench.decode.check import first_selecting
+from bench.decode.check import LAYERS, first_selecting
 from bench.decode.iterations import Iteration
 from bench.decode.shapes import drawn
 from bench.decode.states import NoisyPadding
 from bench.drafters import ALL, BACKENDS, SAMPLING, preferring
 from bench.point import Row, row, spread
 from bench.policies import NAMES, arrays_of, policies
+from bench.program import Absent
+from bench.rivals import torch_pass
 from bench.settings import Settings
 from bench.suite import Benchmark, suite_of
 from jspec.cli.compile_cache import keep_programs
@@ -36,6 +40,7 @@ from jspec.decode.draft import named_draft
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.dispatch import BackendError
+from jspec.models.decoder import Decoder
 from jspec.policies import Policy, ScoredPolicy
 
 STEPS, CPU_STEPS = 8, 1  # of a chunk
@@ -74,6 +79,9 @@ def benchmark_of(
         steps = CPU_STEPS if jax.default_backend() == "cpu" else STEPS
         copies, plain = {}, None  # quantised copies by kind; tokens a second
         for name in (x for x in names if x in (settings.only or usual)):
+            if name == torch_pass.NAME:
+                yield rival_row(operation, case, model, limits)
+                continue
             step = config(case, name)
             if step.exact:
                 try:
@@ -95,6 +103,20 @@ def benchmark_of(
                 yield result
 
     return Benchmark(name=operation, names=names, rows=rows, **cases)
+
+
+def rival_row(operation: str, case: Case, model: Decoder, limits: Ceilings) -> Row:
+    """The row of a pass in torch."""
+    case = case | {"layers": model.config.num_layers}
+    measured = torch_pass.measured(model, case["B"], case["S"], case["T"])
+    if isinstance(measured, Absent):
+        checked = False if measured.failed else None
+        return row(operation, case, torch_pass.NAME, checked=checked, reason=measured.reason)
+    config = pass_config(case, PLAIN)
+    of_parts = floors.of_iteration(Models(model), case["B"], case["S"], config, limits)
+    over = {"over_floor": statistics.median(measured["step_ns"]) / sum(of_parts.values())}
+    rest = measured | over | {"floors_ns": of_parts}
+    return row(operation, case, torch_pass.NAME, checked=f"{LAYERS} layers", **rest)
 
 
 def with_rate(row: Row, config: StepConfig) -> Row:
@@ -151,7 +173,7 @@ def checked_read(case: Case) -> Case:
 
 
 PASS = benchmark_of(
-    *("pass", pass_config, (PLAIN,), (PLAIN,)),
+    *("pass", pass_config, (PLAIN, torch_pass.NAME), (PLAIN,)),
     default={"model": "qwen3-8b", "layers": 0, "B": 1, "S": 8192, "T": 1},
     choices=CHOICES,
     gpu=[f"model={name},{size},T={T}" for name in SHAPES for size in SIZES for T in (1, 10)]

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.program import Absent, failure
 from bench.rivals.common import module
-from bench.rivals.torch_step import Step, fastest, seconds
+from bench.rivals.torch_step import Start, Step, fastest, seconds
 from jspec.decode.state import DecodeState
 from jspec.models.decoder import Decoder
 
@@ -119,11 +119,14 @@ def decode_torch_graph(
         torch = module("torch")
         if not torch.cuda.is_available():
             return Absent("torch_graph", "CUDA graphs need a GPU")
-        step = Step(load(path, model), model.config, state, new_tokens, fused=True)
+        theirs = load(path, model)
+        start = Start.of(state, model.config.num_layers, theirs.device)
+        tensors = dict(theirs.named_parameters())
+        step = Step(tensors, model.config, start, new_tokens, fused=True)
         run, way = fastest(step)
         samples = [seconds(step, run, new_tokens) for _ in range(REPEATS + 1)][1:]
         note = f"one CUDA graph a step, {way}, pointwise operations fused by torch.compile"
-        return Decoded(step.tokens.T.tolist(), samples, None, note)
+        return Decoded(step.tokens[..., 0].T.tolist(), samples, None, note)
 
     return _run("torch_graph", decode)
 

@@ -1,8 +1,14 @@
-"""One greedy decode step in torch, cuBLAS and FlashAttention-3, recorded as one CUDA graph."""
+"""A greedy pass of a model in torch, cuBLAS and FlashAttention-3, recorded as one CUDA graph.
+
+It is what serving engines run between their schedulers: joined projections, fused pointwise
+operations, one launch for all.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,43 +23,75 @@ SPLITS = (0, 8, 32)  # parts that FlashAttention-3 cuts the keys into; 0 leaves 
 TRIAL = 16  # steps that choose between the numbers of splits
 
 
-class Step:
-    """The weights, a copy of the cache, and the tensors that a step reads and writes in place.
+@dataclasses.dataclass
+class Start:
+    """What the first step finds.
 
     Attributes:
-        token: int64 ``[B]``, known but not in the cache yet.
+        token: int64 ``[B, T]``, known but not in the cache yet.
         lengths: int32 ``[B]``, tokens in the cache.
-        tokens: int64 ``[new_tokens, B]``, what the steps gave.
+        keys: of each layer ``[B, S, K, H]``, to be written in place; ``values`` likewise.
+        values: of each layer.
+    """
+
+    token: Any
+    lengths: Any
+    keys: Sequence[Any]
+    values: Sequence[Any]
+
+    @classmethod
+    def of(cls, state: DecodeState, layers: int, device: Any) -> Start:
+        """Copies of what a state has, which stays as it is."""
+        torch = module("torch")
+        last, lengths = jax.device_get((state.last_token, state.cache.lengths))
+        keys, values = (
+            [copied(read(layer), device) for layer in range(layers)]
+            for read in (state.cache.keys, state.cache.values)
+        )
+        token = torch.tensor(last).long().to(device)[:, None]
+        return cls(token, torch.tensor(lengths).to(device), keys, values)
+
+
+class Step:
+    """The weights, the cache, and the tensors that a step reads and writes in place.
+
+    Attributes:
+        token: int64 ``[B, T]``, known but not in the cache yet.
+        lengths: int32 ``[B]``, tokens in the cache.
+        tokens: int64 ``[steps, B, T]``, what the steps gave.
         index: int64 ``[1]``, the step to come.
-        keys: of each layer ``[B, S, K, H]``; ``values`` has the same shape.
         splits: of the keys, as FlashAttention-3 takes it.
     """
 
     def __init__(
-        self, model: Any, config: ModelConfig, state: DecodeState, new_tokens: int, *, fused: bool
+        self,
+        tensors: dict[str, Any],
+        config: ModelConfig,
+        start: Start,
+        steps: int,
+        *,
+        fused: bool,
     ) -> None:
-        """Copy the cache, and join weights.
+        """Join weights.
 
         Args:
-            model: transformers' model of family llama or qwen2.
+            tensors: the weights by the names of transformers' families llama, qwen2 and qwen3.
             config: of the same model.
-            state: with room for ``new_tokens``; it stays as it is.
-            new_tokens: steps that ``tokens`` has room for.
+            start: what the first step finds, with room for ``steps``.
+            steps: that ``tokens`` has room for.
             fused: whether torch.compile makes one kernel of each group of pointwise operations.
         """
-        torch, spec, device = module("torch"), config.layers[0], model.device
+        torch, spec, device = module("torch"), config.layers[0], start.token.device
         self.eps, self.sizes = config.norm_eps, (config.num_heads, spec.kv_heads, spec.key_size)
-        self._set_weights(dict(model.named_parameters()), config.num_layers)
+        self._set_weights(tensors, config.num_layers)
         rope = config.ropes[spec.rope]
         frequencies, self.factor = rope_frequencies(spec.key_size, rope)
         self.frequencies = torch.from_numpy(frequencies).to(device)
-        layers = range(config.num_layers)
-        self.keys = [_copied(state.cache.keys(layer), device) for layer in layers]
-        self.values = [_copied(state.cache.values(layer), device) for layer in layers]
-        last, lengths = jax.device_get((state.last_token, state.cache.lengths))
-        self.start = torch.tensor(last).long().to(device), torch.tensor(lengths).to(device)
-        self.token, self.lengths = (x.clone() for x in self.start)
-        self.tokens = torch.zeros(new_tokens, len(last), dtype=torch.long, device=device)
+        self.start, self.keys, self.values = start, start.keys, start.values
+        self.token, self.lengths = start.token.clone(), start.lengths.clone()
+        self.offsets = torch.arange(start.token.shape[1], device=device)
+        shape = (steps, *start.token.shape)
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=device)
         self.index = torch.zeros(1, dtype=torch.long, device=device)
         fuse = torch.compile(dynamic=False) if fused else lambda function: function
         self.normed, self.rotated = fuse(_normed), fuse(_rotated)
@@ -77,6 +115,7 @@ class Step:
             block = {
                 "norms": [tensors.pop(f"{name}.weight") for name in norms],
                 "qkv": joined(*(f"{attention}.{x}_proj" for x in "qkv")),
+                "qk_norms": [tensors.pop(f"{attention}.{x}_norm.weight", None) for x in "qk"],
                 "out": joined(f"{attention}.o_proj"),
                 "gate_up": joined(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
                 "down": joined(f"{mlp}.down_proj"),
@@ -88,35 +127,40 @@ class Step:
 
     def reset(self) -> None:
         """Back to the state that it was made of; slots past its lengths are written again."""
-        self.token.copy_(self.start[0])
-        self.lengths.copy_(self.start[1])
+        self.token.copy_(self.start.token)
+        self.lengths.copy_(self.start.lengths)
         self.index.zero_()
 
     def __call__(self) -> None:
-        """Feed ``token``, write the next one into ``token`` and ``tokens``, and advance."""
+        """Feed ``token``, write the next one into ``token`` and ``tokens``, and advance by one."""
+        self.token.copy_(self.outputs().argmax(-1))
+        self.tokens.index_copy_(0, self.index, self.token[None])
+        self.lengths.add_(1)
+        self.index.add_(1)
+
+    def outputs(self) -> Any:
+        """The logits ``[B, T, V]`` of a pass over ``token``."""
         torch = module("torch")
         linear = torch.nn.functional.linear
-        angles = self.lengths.float()[:, None, None] * self.frequencies
+        positions = self.lengths[:, None] + self.offsets
+        angles = positions.float().reshape(-1, 1, 1) * self.frequencies
         cosine, sine = angles.cos() * self.factor, angles.sin() * self.factor
         queries = self.sizes[0] * self.sizes[2]
-        x, change = self.embedding[self.token], None
+        x, change = self.embedding[self.token.reshape(-1)], None
         for layer, block in enumerate(self.layers):
             first, second = block["norms"]
             if change is None:
                 y = self.normed(x, first, self.eps)
             else:
                 x, y = self.added(x, change, first, self.eps)
-            joined = linear(y, *block["qkv"])
-            q, k, v = self.rotated(torch.cat, joined, cosine, sine, self.sizes)
+            joined, norms = linear(y, *block["qkv"]), block["qk_norms"]
+            q, k, v = self.rotated(torch.cat, joined, cosine, sine, self.sizes, norms, self.eps)
             out = self.attended(layer, q, k, v)
             change = linear(out.reshape(-1, queries), *block["out"])
             x, y = self.added(x, change, second, self.eps)
             change = linear(self.gated(linear(y, *block["gate_up"])), *block["down"])
         _, y = self.added(x, change, self.norm, self.eps)
-        self.token.copy_(self.logits(y).argmax(-1))
-        self.tokens.index_copy_(0, self.index, self.token[None])
-        self.lengths.add_(1)
-        self.index.add_(1)
+        return self.logits(y).reshape(*self.token.shape, -1)
 
     def logits(self, y: Any) -> Any:
         """Logits float32 ``[B, V]``, as jspec computes them, which has fewer ties than bfloat16."""
@@ -126,15 +170,18 @@ class Step:
         return y.float() @ self.head.float().T
 
     def attended(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        """Append ``k`` and ``v [B, 1, K, H]`` and attend with ``q [B, 1, N, H]``."""
+        """Append ``k`` and ``v`` and attend with ``q``, ``[B * T, 1, heads, H]`` each."""
+        q, k, v = (x.reshape(*self.token.shape, *x.shape[2:]) for x in (q, k, v))
         # Query heads that share keys go into one tile.
         pack = True if self.sizes[0] > self.sizes[1] else None
         settings = {"cache_seqlens": self.lengths, "num_splits": self.splits, "pack_gqa": pack}
+        if self.token.shape[1] > 1:
+            settings["causal"] = True
         attend = module("fa3_fwd_interface").flash_attn_with_kvcache
         return attend(q, self.keys[layer], self.values[layer], k=k, v=v, **settings)
 
 
-def _copied(array: jax.Array, device: Any) -> Any:
+def copied(array: jax.Array, device: Any) -> Any:
     """A finished copy of a JAX array as a contiguous tensor.
 
     JAX cannot donate a buffer that torch refers to, and may write a freed one before torch's stream
@@ -168,20 +215,32 @@ def _gated(joined: Any) -> Any:
 
 
 def _rotated(
-    cat: Any, joined: Any, cosine: Any, sine: Any, sizes: tuple[int, int, int]
+    cat: Any,
+    joined: Any,
+    cosine: Any,
+    sine: Any,
+    sizes: tuple[int, int, int],
+    norms: Sequence[Any],
+    eps: float,
 ) -> tuple[Any, ...]:
-    """Queries ``[B, 1, N, H]``, keys and values ``[B, 1, K, H]``, the first two rotated.
+    """Queries ``[B * T, 1, N, H]``, keys and values ``[B * T, 1, K, H]``, the first two rotated.
 
     Args:
         cat: ``torch.cat``; torch.compile cannot trace an import.
-        joined: ``[B, (N + 2 K) H]``: queries, keys, values.
-        cosine: float32 ``[B, 1, H / 2]``; ``sine`` has the same shape.
+        joined: ``[B * T, (N + 2 K) H]``: queries, keys, values.
+        cosine: float32 ``[B * T, 1, H / 2]``; ``sine`` has the same shape.
         sine: of the same angles.
         sizes: N, K and H.
+        norms: scales ``[H]`` of queries' and keys' RMSNorm, or None each.
+        eps: of these norms.
     """
     queries, kv, size = sizes
     heads = joined.view(-1, queries + 2 * kv, size)
-    first, second = heads[:, : queries + kv].float().chunk(2, -1)
+    parts = heads[:, :queries], heads[:, queries : queries + kv]
+    normed = [
+        x if norm is None else _normed(x, norm, eps) for x, norm in zip(parts, norms, strict=True)
+    ]
+    first, second = cat(normed, 1).float().chunk(2, -1)
     halves = (first * cosine - second * sine, second * cosine + first * sine)
     rotated = cat(halves, -1).to(joined.dtype)[:, None]
     return rotated[:, :, :queries], rotated[:, :, queries:], heads[:, None, queries + kv :]
@@ -190,11 +249,11 @@ def _rotated(
 def seconds(step: Step, run: Any, steps: int) -> float:
     """Wall time of ``steps`` calls of ``run``, each of which does ``step``, from the beginning."""
     step.reset()
-    float(step.token[0])  # waits for the device
+    float(step.token[0, 0])  # waits for the device
     begin = time.perf_counter()
     for _ in range(steps):
         run()
-    float(step.token[0])
+    float(step.token[0, 0])
     return time.perf_counter() - begin
 
 

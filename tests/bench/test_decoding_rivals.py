@@ -1,5 +1,6 @@
 """Rivals of whole decoding give jspec's tokens on CPUs, and a reason where they cannot run."""
 
+import dataclasses
 import os
 import sys
 import types
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 
 import jspec
+from bench.decode import shapes
+from bench.decode.catalogue import MODELS
 from bench.program import Absent
-from bench.rivals import decoding, torch_step
+from bench.rivals import decoding, torch_pass, torch_step
+from jspec.config import ModelConfig
 
 NEW_TOKENS = 24
 VOCABULARY = 112
@@ -65,13 +69,17 @@ def plain(model: jspec.Decoder) -> list[list[int]]:
     return rows
 
 
-def flash_attn_with_kvcache(q, keys, values, *, k, v, cache_seqlens, num_splits, pack_gqa):
+def flash_attn_with_kvcache(
+    q, keys, values, *, k, v, cache_seqlens, num_splits, pack_gqa, causal=False
+):
     """What FlashAttention-3's function of this name does: append at ``cache_seqlens``, attend."""
     torch = sys.modules["torch"]
-    assert (num_splits, pack_gqa, q.shape[1]) == (0, True, 1)
+    tokens = q.shape[1]
+    assert (num_splits, pack_gqa, causal) == (0, True, tokens > 1)
     for row, length in enumerate(cache_seqlens.tolist()):
-        keys[row, length], values[row, length] = k[row, 0], v[row, 0]
-    mask = (torch.arange(keys.shape[1]) <= cache_seqlens[:, None])[:, None, None]
+        keys[row, length : length + tokens], values[row, length : length + tokens] = k[row], v[row]
+    ends = cache_seqlens[:, None] + torch.arange(tokens)
+    mask = (torch.arange(keys.shape[1]) <= ends[..., None])[:, None]
     heads = (x.transpose(1, 2) for x in (q, keys, values))
     attend = torch.nn.functional.scaled_dot_product_attention
     return attend(*heads, attn_mask=mask, enable_gqa=True).transpose(1, 2)
@@ -92,12 +100,52 @@ def test_rivals_give_jspecs_tokens(checkpoint, monkeypatch):
     before = jax.device_get(state.cache)
     theirs = decoding.load(path, model)
     with sys.modules["torch"].no_grad():
-        step = torch_step.Step(theirs, model.config, state, NEW_TOKENS, fused=False)
+        start = torch_step.Start.of(state, model.config.num_layers, theirs.device)
+        tensors = dict(theirs.named_parameters())
+        step = torch_step.Step(tensors, model.config, start, NEW_TOKENS, fused=False)
         torch_step.seconds(step, step, NEW_TOKENS)
-    assert step.tokens.T.tolist() == expected
+    assert step.tokens[..., 0].T.tolist() == expected
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.cache))
     rival = decoding.decode_torch_graph(path, model, state, 2)
     assert rival == Absent("torch_graph", "CUDA graphs need a GPU")
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_pass_has_jspecs_logits(tokens, monkeypatch):
+    """With QK norms, as Qwen3's; without that of queries they differ."""
+    pytest.importorskip("torch")
+    library = types.SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", library)
+    monkeypatch.setattr(torch_pass, "CONTEXT", 40)
+    config = ModelConfig.uniform(
+        vocab_size=112,
+        hidden_size=48,
+        intermediate_size=40,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=16,
+        qk_norm=True,
+        family="qwen3",
+    )
+    model = shapes.random_model(config)
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        assert torch_pass.compared(model, 2, tokens, fused=False) < 0.02
+        start = torch_pass.noise(model, 2, 40, tokens, torch.device("cpu"))
+    assert start.token.shape == (2, tokens)
+    assert start.keys[0].shape[1] >= 40 + torch_pass.STEPS + tokens - 1
+    unread = torch_pass.LAYER | {"attention.q_norm.scale": "unread"}
+    monkeypatch.setattr(torch_pass, "LAYER", unread)
+    with torch.no_grad():
+        assert torch_pass.compared(model, 2, tokens, fused=False) > 0.05
+
+
+def test_a_pass_that_torch_does_not_compute_is_a_reason():
+    model = shapes.random_model(dataclasses.replace(MODELS["tiny"], sinks=True))
+    reason = "it computes llama, qwen2, qwen3 without windows and experts, not llama"
+    assert torch_pass.measured(model, 1, 40, 1) == Absent("torch_graph", reason)
 
 
 @pytest.fixture
