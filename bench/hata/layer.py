@@ -16,7 +16,7 @@ import jax
 
 from bench import point
 from bench.attention import attention_setup
-from bench.cases import Case
+from bench.cases import Case, product
 from bench.hata.check import is_right
 from bench.hata.workload import empty, filled, needed, policies, program, spec_of, token
 from bench.policies import NAMES, arrays_of
@@ -126,7 +126,8 @@ BENCHMARK = Benchmark(
     complete=complete,
     # n = 0 stands for S / SHARE; R: bits of a hash code; channels: of Loki.
     default={"B": 8, "S": 32768, "heads": "32/32", "H": 128, "n": 0, "R": 128, "channels": 32},
-    gpu=["", "B=1,S=256K", "heads=32/8", "B=1,S=256K,heads=32/8", "B=1", "B=1,heads=32/8"],
+    # Figure 5 of HATA.
+    gpu=product(B=(8, 4, 2, 1), S=(32768, 65536, 131072, 262144), heads=("32/32", "32/8")),
     quick=["", "B=1,S=256K", "heads=32/8"],
     cpu=["B=1,S=8K,heads=8/8", "B=1,S=8K,heads=8/2"],
 )

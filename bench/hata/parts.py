@@ -26,11 +26,12 @@ PLAIN = {
     "select": "cuda",
     "gathered_attention": "xla",
 }
-# Each stage has the kernels of the stages before it.
+# In the paper's order; each stage has the kernels of the stages before it.
 STAGES: dict[str, Mapping[str, str]] = {
     "plain": PLAIN,
-    "gathered": {"gathered_attention": "triton"},  # reads the selection in place
+    "score": {"hamming_scores": "triton"},
     "select": {"hash_select": "cuda"},  # counts scores while it computes them
+    "fused_attention": {"gathered_attention": "triton"},  # reads the selection in place
     "encode": {"rotate_append_encode": "triton", "hash_encode": "triton"},  # encodes as it appends
 }
 WHOLE = "one_operation"

@@ -133,4 +133,4 @@ def test_each_stage_is_checked_and_timed_or_says_why_not():
     rows = {row["name"]: row for row in parts.rows(case, Settings(quick=True))}
     assert [rows[name]["checked"] for name in ("plain", "one_operation")] == [True, True]
     if jax.default_backend() == "cpu":
-        assert "gathered_attention cannot run as asked; triton: " in rows["gathered"]["reason"]
+        assert "hamming_scores cannot run as asked; triton: " in rows["score"]["reason"]
