@@ -231,6 +231,7 @@ SAMPLE = Operation(
     {
         "xla": Backend("xla", sample_xla, always),
         "cuda": "jspec.cuda_ffi.stochastic:SAMPLE",
+        "pallas": "jspec.pallas.sample:SAMPLE",
         "triton": "jspec.triton.sample:SAMPLE",
     },
     _sizes,

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from jspec.ops.distribution import Settings
-from jspec.ops.vocabulary import Axes
+from jspec.ops.vocabulary import TILE, Axes
 from jspec.typing import Array
 
 MAX_POSITIONS = 2**10
+MAX_TILES_OF_POSITION = 2**10  # of a kernel that holds all of them
+MAX_TILES = 2**31 - 1  # of all positions, which kernels count in int32
 DTYPES = Settings(jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
 
 
@@ -52,10 +54,33 @@ def refuses_arguments(
     return None
 
 
-def refuses_search(*, filtered: bool, rule: str = "token") -> str | None:
-    """Why a kernel that sums each position once cannot serve, or None."""
+def refuses_one_pass(
+    logits: Iterable[Array | None],
+    tokens: Iterable[Array],
+    settings: Settings,
+    axis_name: Axes | None,
+    *,
+    filtered: bool,
+    rule: str = "token",
+) -> str | None:
+    """Why a kernel cannot serve that sums each tile once and holds those of a position, or None.
+
+    Arguments as those of `refuses_arguments`, and the operation's own.
+    """
+    logits = list(logits)
+    if reason := refuses_arguments(
+        logits, tokens, settings, axis_name, max_tokens=MAX_TILES_OF_POSITION * TILE
+    ):
+        return reason
     if filtered:
         return "filtered=True: it has no search for thresholds, which cuda and xla have"
     if rule == "block":
         return "rule='block': it sums one residual a row, where cuda and xla sum all"
+    target = logits[0]
+    assert target is not None
+    batch, positions, vocabulary = target.shape
+    if 0 in target.shape:
+        return f"logits {target.shape} leave nothing to launch"
+    if batch * positions * -(-vocabulary // TILE) > MAX_TILES:
+        return f"logits {target.shape} have more than {MAX_TILES} tiles of {TILE} tokens"
     return None

@@ -210,6 +210,7 @@ VERIFY_STOCHASTIC = Operation(
     {
         "xla": Backend("xla", stochastic_xla, always),
         "cuda": "jspec.cuda_ffi.stochastic:VERIFY",
+        "pallas": "jspec.pallas.stochastic:VERIFY",
         "triton": "jspec.triton.stochastic:VERIFY",
     },
     _sizes,

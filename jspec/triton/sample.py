@@ -12,13 +12,10 @@ from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.distribution import Settings
 from jspec.ops.sample import Role
-from jspec.ops.sampling_limits import refuses_arguments, refuses_search
+from jspec.ops.sampling_limits import refuses_one_pass
 from jspec.ops.vocabulary import TILE, Axes, Vocabulary
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
-
-MAX_TOKENS = 2**20  # of the vocabulary: a program holds all tiles of a position
-MAX_TILES = 2**31 - 1  # of all positions, which the kernels count in int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,16 +121,6 @@ def sample_triton(
     return tokens
 
 
-def refuses_size(logits: Array) -> str | None:
-    """Why the kernels cannot take logits of this shape, or None."""
-    batch, positions, vocabulary = logits.shape
-    if 0 in logits.shape:
-        return f"logits {logits.shape} leave nothing to launch"
-    if batch * positions * -(-vocabulary // TILE) > MAX_TILES:
-        return f"logits {logits.shape} have more than {MAX_TILES} tiles of {TILE} tokens"
-    return None
-
-
 def supports(
     logits: Array,
     settings: Settings,
@@ -144,12 +131,8 @@ def supports(
     **attributes: Any,
 ) -> str | None:
     """Why the kernels cannot draw from these logits, or None."""
-    return (
-        refuses_arguments((logits,), (positions,), settings, axis_name, max_tokens=MAX_TOKENS)
-        or refuses_search(filtered=filtered)
-        or refuses_size(logits)
-        or refuses_triton()
-    )
+    reason = refuses_one_pass((logits,), (positions,), settings, axis_name, filtered=filtered)
+    return reason or refuses_triton()
 
 
 SAMPLE = Backend("triton", sample_triton, supports)

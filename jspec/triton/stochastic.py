@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from jspec.dispatch import Backend
 from jspec.ops.distribution import Settings
-from jspec.ops.sampling_limits import refuses_arguments, refuses_search
+from jspec.ops.sampling_limits import refuses_one_pass
 from jspec.ops.verify import verified_like
 from jspec.ops.vocabulary import TILE, Axes
 from jspec.triton.call import next_power, refuses_triton, triton_call
-from jspec.triton.sample import MAX_TOKENS, Blocks, blocks_for, refuses_size, sum_tiles, tile_sizes
+from jspec.triton.sample import Blocks, blocks_for, sum_tiles, tile_sizes
 from jspec.triton.verify import MAX_STOPS
 from jspec.typing import Array
 
@@ -105,19 +105,18 @@ def supports(
     axis_name: Axes | None,
 ) -> str | None:
     """Why the kernels cannot verify these tokens, or None."""
-    tokens = (draft_tokens, stop_tokens, positions)
-    logits = (target_logits, draft_logits)
-    return (
-        refuses_arguments(logits, tokens, settings, axis_name, max_tokens=MAX_TOKENS)
-        or refuses_search(filtered=filtered, rule=rule)
-        or refuses_size(target_logits)
-        or (
-            f"{stop_tokens.shape[1]} stop tokens a row are over {MAX_STOPS}"
-            if stop_tokens.shape[1] > MAX_STOPS
-            else None
-        )
-        or refuses_triton()
+    stops = stop_tokens.shape[1]
+    reason = refuses_one_pass(
+        (target_logits, draft_logits),
+        (draft_tokens, stop_tokens, positions),
+        settings,
+        axis_name,
+        filtered=filtered,
+        rule=rule,
     )
+    if reason is None and stops > MAX_STOPS:
+        reason = f"{stops} stop tokens a row are over {MAX_STOPS}"
+    return reason or refuses_triton()
 
 
 VERIFY = Backend("triton", verify_triton, supports)

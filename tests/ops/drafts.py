@@ -1,13 +1,18 @@
-"""Drafts to verify by random numbers, for every backend, and comparing what they give."""
+"""Drafts to verify by random numbers, for every backend, and comparing what they return."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import SamplingParams
+from jspec.ops.distribution import distribution
+from jspec.ops.sample import settings_of
+from jspec.ops.stochastic import stochastic_xla
 from jspec.ops.verify import Verified
+from jspec.ops.vocabulary import Vocabulary
 from tests.ops.laws import GREEDY, SAMPLED, sampling_of
 
 GAMMA = 3
@@ -76,3 +81,63 @@ def with_holes(logits: jax.Array) -> jax.Array:
     x[3::9] = np.nan
     x[4::9, :, 0], x[4::9, :, -1] = np.nan, np.inf
     return jax.device_put(x.astype(logits.dtype))
+
+
+def arguments_of(count: int, vocabulary: int, *, one_hot: bool, dtype: str = "bfloat16") -> tuple:
+    """Operands of the backends: rows of all settings, drafts of every length."""
+    args = drafted(count, vocabulary, PLAIN, one_hot=one_hot, dtype=dtype)
+    return (
+        args["draft_tokens"],
+        args["target_logits"],
+        args["draft_lengths"],
+        args["stop_tokens"],
+        settings_of(args["sampling"]),
+        args["positions"],
+        args.get("draft_logits"),
+    )
+
+
+STATIC = {"rule": "token", "filtered": False, "axis_name": None}
+_reference = jax.jit(functools.partial(stochastic_xla, **STATIC))
+
+
+def assert_verified(got, arguments: tuple) -> None:
+    """What a backend gave for `arguments_of` is the reference's, bit for bit."""
+    assert_same(Verified(*map(jnp.asarray, got)), Verified(*_reference(*arguments)))
+
+
+def far_logits(vocabulary: int) -> tuple:
+    """Logits whose products with the rate leave the range of float32 products, and rates from the
+    largest to the smallest: arguments of a draw."""
+    rng = np.random.default_rng(0)
+    logits = 40 * rng.standard_normal((6, 2, vocabulary))
+    logits[:, 1] *= 1e20
+    logits[:, 0, ::7] = -1e-37
+    logits[1, 0] = -100 - 2.0**-17 * rng.integers(0, 300, vocabulary)
+    temperatures = (1e-6, 1e-4, 0.7, 30.0, 1e30, 0.0)
+    rows = sampling_of([SamplingParams(temperature=t) for t in temperatures])
+    positions = rng.integers(0, 1000, (6, 2)).astype(np.int32)
+    return jnp.asarray(logits, jnp.float32), settings_of(rows), jnp.asarray(positions)
+
+
+@functools.cache
+def tiles_of_far_logits() -> tuple[np.ndarray, np.ndarray]:
+    """Of `far_logits` of 2500 tokens: the sums of tiles, uint64 ``[6, 2, 3]``, and the exponents of
+    the first tiles less those of the last. Rows that are certain of a token have others."""
+    logits, settings, _ = far_logits(2500)
+    law_of = functools.partial(distribution, vocabulary=Vocabulary(2500), filtered=False)
+    with jax.enable_x64(True):
+        law = jax.jit(law_of)(logits, settings)
+        shift = np.asarray(law.shift).astype(np.int64)
+        return np.asarray(law.weights).sum(axis=-1), shift[..., 2] - shift[..., 0]
+
+
+def shapes_of(draft: str, vocabulary: int) -> list:
+    """Shapes and dtypes of `arguments_of`."""
+    arguments = arguments_of(4, 5, one_hot=draft == "one-hot")
+
+    def shape(x):
+        dims = (*x.shape[:-1], vocabulary) if x.shape[-1:] == (5,) else x.shape
+        return jax.ShapeDtypeStruct(dims, x.dtype)
+
+    return [jax.tree.map(shape, x) for x in arguments]
