@@ -21,7 +21,7 @@ import jax
 from bench import ceilings, profiles
 from bench.cases import Case
 from bench.ceilings import Ceilings
-from bench.decode import floors
+from bench.decode import floors, prefill
 from bench.decode.catalogue import MODELS
 from bench.decode.check import LAYERS, first_selecting
 from bench.decode.iterations import Iteration
@@ -222,11 +222,29 @@ BACKEND = benchmark_of(
     quick=["S=120K"],
     cpu=["model=tiny,B=2,S=300,gamma=2", "model=tiny,B=2,S=300,gamma=2,sampling=t0.8"],
 )
+
+
+def prefill_rows(case: Case, settings: Settings) -> Iterator[Row]:
+    """Prefill without a policy, and by those that the settings select."""
+    names = (prefill.DENSE, *(x for x in settings.only or READS if x != prefill.DENSE))
+    yield from prefill.rows(case, {name: policy_of(case, name) for name in names if name in NAMES})
+
+
+PREFILL = Benchmark(
+    name="prefill",
+    names=NAMES,
+    rows=prefill_rows,
+    default={"model": "llama-3.1-8b", "layers": 0, "B": 1, "S": 32768},
+    choices=CHOICES,
+    gpu=["", "S=120K", "model=llama-2-7b"],
+    quick=["S=8K"],
+    cpu=["model=tiny,S=300"],
+)
 SUITE = dataclasses.replace(
     suite_of(
         "decode",
         "steps by drafter, by policy and by backend at real models' shapes, over their floors",
-        *(PASS, DRAFT, READ, BACKEND),
+        *(PASS, DRAFT, READ, BACKEND, PREFILL),
     ),
     custom_clocks=True,
 )

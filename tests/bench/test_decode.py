@@ -14,6 +14,7 @@ from bench.decode import (
     BACKEND,
     DRAFT,
     PASS,
+    PREFILL,
     READ,
     backend_config,
     catalogue,
@@ -22,6 +23,7 @@ from bench.decode import (
     floors,
     iterations,
     kernels,
+    prefill,
     running,
     shapes,
     with_rate,
@@ -148,6 +150,18 @@ def test_a_step_by_a_backend_says_what_each_operation_took(tiny):
     assert {"attention", "verify_stochastic"} <= set(took)
     assert set(took.values()) == {"xla"}
     assert "tokens_per_s" not in row  # the draft is noise
+
+
+def test_a_prefill_is_over_the_dense_one_and_wrong_keys_are_told(tiny, monkeypatch):
+    measured = rows(PREFILL, "S=130", "hata")
+    assert [row["checked"] for row in measured.values()] == [True, True]
+    assert measured["dense"]["over_dense"] == 1
+    assert measured["hata"]["over_dense"] > 0
+    assert measured["hata"]["tokens_per_s"] > 0
+    sums = iter(([1.0, 2.0], [1.0, 2.5]))
+    monkeypatch.setattr(prefill, "measured", lambda *args: (next(sums), [10, 20, 30]))
+    wrong = rows(PREFILL, "S=130", "hata")["hata"]
+    assert (wrong["checked"], wrong["reason"]) == (False, "its keys are not those without a policy")
 
 
 def test_a_step_by_a_backend_is_that_of_its_draft():
@@ -506,6 +520,6 @@ def test_cases_that_cannot_be_are_refused(benchmark, text, message):
 def test_every_default_case_is_one(monkeypatch):
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        for benchmark in (PASS, DRAFT, READ, BACKEND):
+        for benchmark in (PASS, DRAFT, READ, BACKEND, PREFILL):
             for quick in (False, True):
                 assert benchmark.grid(Settings(quick=quick))
