@@ -1,4 +1,4 @@
-"""What kernels of hash codes share on Mosaic GPU: tiles of codes, and counting the bits of words.
+"""What kernels of hash codes share on Mosaic GPU: tiles of codes, and their scores.
 
 Of a tile of slots each thread has one slot, and of it the codes of some adjacent KV heads: at most
 128 bytes, which one copy brings to shared memory. The words of a code are neighbours in a thread,
@@ -10,92 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jspec.pallas.mosaic import LANES, WARPS
+from jspec.pallas.inline import TILE, Inline, code_layout
 from jspec.typing import Array
 
-TILE = WARPS * LANES  # slots of a tile
 UNROLLED = 8  # queries that a kernel unrolls over at most
 _LINE = 32  # words of a slot that a tile has at most
-
-# What counts the bits of uint32 words whose layout is the second argument.
-CountBits = Callable[[Array, Any], Array]
-
-
-def swar_count(words: Array, layout: Any = None) -> Array:
-    """How many bits of each word are set, int32, by arithmetic on parts of words.
-
-    The interpreter runs this form. It is 12 instructions, where `count_bits` is one.
-    """
-    words = words - ((words >> jnp.uint32(1)) & jnp.uint32(0x55555555))
-    words = (words & jnp.uint32(0x33333333)) + ((words >> jnp.uint32(2)) & jnp.uint32(0x33333333))
-    words = (words + (words >> jnp.uint32(4))) & jnp.uint32(0x0F0F0F0F)
-    return ((words * jnp.uint32(0x01010101)) >> jnp.uint32(24)).astype(jnp.int32)
-
-
-def count_bits(words: Array, layout: Any) -> Array:
-    """How many bits of each word are set, int32, by the GPU's instruction.
-
-    Mosaic does not lower `lax.population_count`, and the interpreter runs no inline code.
-    """
-    from jax.extend.mlir.dialects import math as mlir_math
-
-    result = plgpu.ShapeDtypeStruct(words.shape, words.dtype, layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
-    def count(_, x):
-        return x._pointwise(mlir_math.ctpop)
-
-    return count(words).astype(jnp.int32)  # pyright: ignore[reportCallIssue]
-
-
-# What stores elements of the third argument at the indices in the second one, in a reference.
-StoreAt = Callable[[Any, Array, Array], None]
-
-
-def store_at(ref, index: Array, values: Array) -> None:
-    """``ref[index[i]] = values[i]`` where ``index[i] >= 0``, both ``[TILE]``, an element a thread.
-
-    Mosaic lowers no scatter, and the interpreter runs no inline code.
-    """
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.extend.mlir import ir
-    from jax.extend.mlir.dialects import arith, memref, vector
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), slot_layout(), slot_layout()))
-    def store(_, ref, index, values):
-        (at,), (value,) = (
-            [vector.extract(register, [], [0]) for register in array.registers.flat]
-            for array in (index, values)
-        )
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.sge, at, arith.constant(at.type, 0))):
-            memref.store(value, ref, [arith.index_cast(ir.IndexType.get(), at)])
-
-    store(ref, index, values)  # pyright: ignore[reportCallIssue]
-
-
-def store_at_interpreted(ref, index: Array, values: Array) -> None:
-    """`store_at` for the interpreter."""
-    index = jnp.where(index < 0, ref.shape[-1], index)
-    ref[...] = ref[...].at[index].set(values, mode="drop")
-
-
-def code_layout(vector: int):
-    """Of ``[TILE, columns]``: a row to each thread, ``vector`` columns loaded at once."""
-    tiles = (TILE, vector), (LANES, vector)
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (-4,), (-2,), vector_dim=-1)
-
-
-def slot_layout():
-    """Of ``[TILE]``: an element to each thread."""
-    return code_layout(4).reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +108,7 @@ class Codes:
         plgpu.barrier_wait(arrived.at[index])
         return plgpu.load(memory.at[index], layout=self.layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
-    def scores(self, tile: Array, q, batch, part, count: CountBits) -> list[Array]:
+    def scores(self, tile: Array, q, batch, part, inline: Inline) -> list[Array]:
         """Scores int32 ``[TILE]`` of each head of a tile ``[TILE, columns]``.
 
         ``q``: the codes of queries, ``[B, T N, W]``.
@@ -204,7 +129,7 @@ class Codes:
                 else:
                     words = plgpu.load(row, layout=layout.reduce(0), optimized=False)  # pyright: ignore[reportCallIssue]
                     words = lax.broadcast_in_dim(words, keys.shape, [1])
-                return count(keys ^ words, layout)
+                return inline.count_bits(keys ^ words, layout)
 
             if self.queries <= UNROLLED:
                 distances = map(distance, range(self.queries))

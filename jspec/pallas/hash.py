@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.hash import hamming_sizes
-from jspec.pallas.codes import TILE, Codes, CountBits, count_bits, refuses_codes, slot_layout
+from jspec.pallas.codes import Codes, refuses_codes
+from jspec.pallas.inline import GPU, TILE, Inline, slot_layout
 from jspec.pallas.mosaic import floor_power, refuses_pallas
 from jspec.sharding import opaque
 from jspec.typing import Array
@@ -40,11 +41,11 @@ def hamming_pallas(
     norms: Array | None,
     *,
     blocks: ScoreBlocks | None = None,
-    count: CountBits = count_bits,
+    inline: Inline = GPU,
 ) -> Array:
     """The Pallas backend of `jspec.ops.hash.hamming_scores`; ``lengths``: int32 ``[B]``.
 
-    ``count``: what counts bits, `jspec.pallas.codes.swar_count` for the interpreter.
+    ``inline``: `jspec.pallas.inline.INTERPRETED` for the interpreter.
     """
     sizes, slots = hamming_sizes(q_codes, k_codes), k_codes.shape[1]
     if slots < TILE:
@@ -79,7 +80,7 @@ def hamming_pallas(
             for tile in range(tiles):
                 keys = codes.load(memory, arrived, tile)
                 slot = first + tile * TILE + slot_in_tile()
-                for head, shared in enumerate(codes.scores(keys, q, batch, part, count)):
+                for head, shared in enumerate(codes.scores(keys, q, batch, part, inline)):
                     to = at(tile, head)
                     if not norm_refs:
                         out[to] = jnp.where(slot < length, shared, -1)

@@ -19,6 +19,7 @@ from jspec.typing import Array
 
 MAX_SCORE = 4094  # of the histograms
 MAX_SLOTS = 2**30  # of a row, and of a selection
+MAX_CHUNK = 2**14  # slots: a scan has two counts of them in a word
 _LINE = 32  # words of a slot that a program reads at most: four whole sectors
 _RECORD = 2**15  # counts of a row that a program reads at most
 
@@ -28,7 +29,7 @@ class SelectBlocks:
     """Block sizes of selection.
 
     Attributes:
-        chunk: slots that a program scores, a power of 2 up to 2**14.
+        chunk: slots that a program scores, a power of 2 up to `MAX_CHUNK`.
         step: slots of a chunk that are scored at a time, a power of 2.
         warps: of a program.
     """
@@ -61,8 +62,8 @@ def hash_select_triton(
     highest = max_score(q_codes, k_codes) + 1
     bins = next_power(highest + 1)
     # Longer rows have longer chunks: each program of the second launch reads all of a row's counts.
-    chunk = min(blocks.chunk, next_power(slots))
-    while chunk < 2**14 and next_power(-(-slots // chunk)) * bins > _RECORD:
+    chunk = min(blocks.chunk, MAX_CHUNK, next_power(slots))
+    while chunk < MAX_CHUNK and next_power(-(-slots // chunk)) * bins > _RECORD:
         chunk *= 2
     chunks, tile = -(-slots // chunk), min(_LINE // words, next_power(heads))
     shared: dict[str, Any] = {"SLOTS": slots, "K": k, "SINKS": sinks, "RECENT": recent}

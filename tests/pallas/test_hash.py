@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jspec.ops.hash import HAMMING_SCORES, HASH_ENCODE
-from jspec.pallas.codes import refuses_codes, swar_count
+from jspec.pallas.codes import refuses_codes
 from jspec.pallas.encode import EncodeBlocks, encode_pallas, refuses_encode
 from jspec.pallas.hash import ScoreBlocks, hamming_pallas
+from jspec.pallas.inline import INTERPRETED, swar_count
 from jspec.pallas.mosaic import refuses_pallas
 from tests.kernels import takes
 from tests.ops.backends import every_case
@@ -18,8 +19,7 @@ from tests.pallas.mosaic import interpret, lower
 
 over_encoded = every_case(HASH_ENCODE)
 over_scored = every_case(HAMMING_SCORES, takes(refuses_codes, 0, 1))
-# The interpreter runs no inline code.
-interpreted_scores = functools.partial(hamming_pallas, count=swar_count)
+interpreted_scores = functools.partial(hamming_pallas, inline=INTERPRETED)
 
 
 def assert_equal(got, operation, arguments) -> None:

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from jspec.ops.hash_selection import HASH_SELECT as OPERATION
-from jspec.pallas.codes import store_at_interpreted, swar_count
+from jspec.pallas import hash_select as module
 from jspec.pallas.hash_select import SelectBlocks, hash_select_pallas, refuses
+from jspec.pallas.inline import INTERPRETED
 from jspec.pallas.mosaic import refuses_pallas
 from tests.ops.backends import every_case
 from tests.pallas.mosaic import interpret, lower
 
-# The interpreter runs no inline code.
-interpreted_select = functools.partial(
-    hash_select_pallas, count=swar_count, store=store_at_interpreted
-)
+interpreted_select = functools.partial(hash_select_pallas, inline=INTERPRETED)
 
 
 def is_supported(case) -> bool:
@@ -35,7 +33,14 @@ def assert_equal(got, arguments, static) -> None:
 
 
 @over_cases
-def test_equals_the_reference_when_interpreted(case):
+def test_equals_the_reference_when_interpreted(case, monkeypatch):
+    monkeypatch.setattr(module, "multiprocessors", lambda: 2)  # long chunks, several to a program
+    got = interpret(functools.partial(interpreted_select, **case.static), *case.arguments)
+    assert_equal(got, case.arguments, case.static)
+
+
+def test_programs_that_share_a_row():
+    case = next(case for case in OPERATION.cases() if case.name == "grouped")
     got = interpret(functools.partial(interpreted_select, **case.static), *case.arguments)
     assert_equal(got, case.arguments, case.static)
 
@@ -52,7 +57,7 @@ def test_blocks_of_any_size_give_the_same_on_a_gpu():
     if reason := refuses_pallas():
         pytest.skip(reason)
     case = next(case for case in OPERATION.cases() if case.name == "long")
-    for blocks in (SelectBlocks(1024, 16), SelectBlocks(2048, 64)):
+    for blocks in (SelectBlocks(1024), SelectBlocks(8192)):
         select = functools.partial(hash_select_pallas, **case.static, blocks=blocks)
         assert_equal(jax.jit(select)(*case.arguments), case.arguments, case.static)
 
@@ -72,5 +77,5 @@ def test_is_two_launches(heads):
 def test_refuses_with_a_reason():
     codes, queries = (jnp.zeros(shape, jnp.uint32) for shape in ((1, 1, 4, 8), (1, 64, 16, 8)))
     assert refuses(codes, codes, 1) is None
-    assert refuses(queries, codes, 1) == "scores to G T R = 65536 are over 65534"
+    assert refuses(queries, codes, 1) == "scores to G T R = 65536 are over 4094"
     assert "k=1073741825 must be at most" in (refuses(codes, codes, 2**30 + 1) or "")
