@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <type_traits>
 #include <vector>
 
@@ -166,7 +167,12 @@ inline void run_block(int threads) {
   for (int running = threads; running;) {
     const int64_t before = events;
     running = 0;
-    for (current = 0; current < threads; ++current) {
+    // In another order each time, as a kernel may not rely on one.
+    static std::minstd_rand random;
+    constexpr int kSteps[] = {1, 7, 11, 13, 17, 19};  // no factor of a number of threads
+    const unsigned step = kSteps[random() % 6], first = random() % threads;
+    for (int i = 0; i < threads; ++i) {
+      current = (first + i * step) % threads;
       if (fibers[current]->ended) continue;
       threadIdx = dim3(current);
       swapcontext(&scheduler, &fibers[current]->context);

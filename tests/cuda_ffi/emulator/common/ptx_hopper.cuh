@@ -141,6 +141,7 @@ inline void await_matmul(float (&)[32]) {
     }
   }
   started[threadIdx.x].clear();
+  __syncwarp();  // it waits for a whole warp's matmuls
 }
 
 }  // namespace jspec
