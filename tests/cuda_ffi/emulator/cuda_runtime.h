@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -125,6 +126,7 @@ inline std::vector<std::unique_ptr<Exchange<32>>> warps;
 inline std::vector<std::unique_ptr<Exchange<128>>> warpgroups;
 inline std::map<int, Meeting> named;
 inline std::vector<std::function<void()>> resets;  // of what ends with a block
+inline std::deque<std::function<void()>> copies_in_flight;
 
 template <typename T>
 auto warp_values(T value) {
@@ -147,6 +149,7 @@ inline void run_fiber() {
 }
 
 inline void run_block(int threads) {
+  static std::minstd_rand random;
   std::memset(shared_memory, 0xff, kSharedBytes);  // NaN
   warps.clear(), warpgroups.clear(), named.clear(), fibers.clear();
   for (const auto& reset : resets) reset();
@@ -168,7 +171,6 @@ inline void run_block(int threads) {
     const int64_t before = events;
     running = 0;
     // In another order each time, as a kernel may not rely on one.
-    static std::minstd_rand random;
     constexpr int kSteps[] = {1, 7, 11, 13, 17, 19};  // no factor of a number of threads
     const unsigned step = kSteps[random() % 6], first = random() % threads;
     for (int i = 0; i < threads; ++i) {
@@ -178,8 +180,15 @@ inline void run_block(int threads) {
       swapcontext(&scheduler, &fibers[current]->context);
       running += !fibers[current]->ended;
     }
-    if (running && events == before) fail("all threads wait for each other");
+    const bool waits = events == before;
+    if (!copies_in_flight.empty() && (waits || random() % 4 == 0)) {
+      copies_in_flight.front()();
+      copies_in_flight.pop_front();
+    } else if (running && waits) {
+      fail("all threads wait for each other");
+    }
   }
+  if (!copies_in_flight.empty()) fail("the block ended before its copies");
   for (int i = shared_bytes; i < kSharedBytes; ++i) {
     if (shared_memory[i] != char(0xff)) fail("a store past the launch's shared memory");
   }

@@ -72,10 +72,8 @@ inline uint32_t swizzled(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
 
 inline char* shared_pointer(uint32_t address) { return emulator::shared_memory + address - 4096; }
 
-inline void copy_tile(char* to, const CUtensorMap& from, int x, int y, int z, int w,
-                      uint64_t* full) {
-  const uint32_t begin = shared_address(to);
-  if (begin % 1024) emulator::fail("a tile that is not aligned");
+inline void write_tile(uint32_t begin, const CUtensorMap& from, int x, int y, int z, int w,
+                       uint64_t* full) {
   uint32_t at = 0;
   for (unsigned l = 0; l < from.box[3]; ++l) {
     for (unsigned k = 0; k < from.box[2]; ++k) {
@@ -97,6 +95,17 @@ inline void copy_tile(char* to, const CUtensorMap& from, int x, int y, int z, in
     }
   }
   memory_barrier(full).change(0, -int(at));
+}
+
+// The copy is made later; until then its target is NaN.
+inline void copy_tile(char* to, const CUtensorMap& from, int x, int y, int z, int w,
+                      uint64_t* full) {
+  const uint32_t begin = shared_address(to);
+  if (begin % 1024) emulator::fail("a tile that is not aligned");
+  std::memset(to, 0xff, 2 * from.box[0] * from.box[1] * from.box[2] * from.box[3]);
+  emulator::copies_in_flight.push_back([=, map = from] {
+    write_tile(begin, map, x, y, z, w, full);
+  });
 }
 
 template <bool kTransposed>
