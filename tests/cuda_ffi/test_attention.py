@@ -1,12 +1,15 @@
 """Attention of many query rows: the CUDA kernel on a GPU or emulated, its counterpart on a CPU."""
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.attention import ATTENTION, SCORED, attention_cuda, scored_attention_cuda
 from jspec.ops.attention.dense import attention
@@ -85,6 +88,31 @@ def test_equals_the_definition(case, kernel):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
     padding = x.positions < 0
     assert not np.asarray(out, np.float64)[padding].any()
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The same number of parts for everything, as `jspec.tuned.use_blocks` takes it."""
+
+    parts: int
+
+    def block(self, operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, int]:
+        assert (operation, backend) == ("attention", "cuda")
+        assert "rows" in sizes
+        return dataclasses.asdict(self)
+
+
+@by_name([CASES[1], CASES[6], CASES[8]])
+@pytest.mark.parametrize("parts", [1, 2, 32])
+def test_equals_the_definition_in_any_number_of_parts(case, parts, kernel):
+    """Some have more blocks of keys than there are stages."""
+    x = inputs(case, junk=np.nan)
+    operands, _ = arrays(x, case)
+    with tuned.use_blocks(Parts(parts)):
+        out, lse = run_or_skip(case, operands[:4])
+    expected_out, expected_lse = brute_force(x, **case.settings)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=1e-2)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 @by_name([case for case in (*CASES, *LARGE) if case.name != "full-tiles"])

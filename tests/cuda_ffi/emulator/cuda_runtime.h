@@ -181,7 +181,7 @@ inline void run_block(int threads) {
       running += !fibers[current]->ended;
     }
     const bool waits = events == before;
-    if (!copies_in_flight.empty() && (waits || random() % 4 == 0)) {
+    if (!copies_in_flight.empty() && (waits || random() % 64 == 0)) {
       copies_in_flight.front()();
       copies_in_flight.pop_front();
     } else if (running && waits) {
