@@ -27,8 +27,6 @@ from jspec import tuned
 from jspec.dispatch import Operation
 from jspec.gpu import gpu_in_use
 from jspec.ops import operations
-from jspec.ops.sample import SAMPLE
-from jspec.ops.stochastic import VERIFY_STOCHASTIC
 from jspec.tuned import Rule, Table
 
 GAIN = 0.002  # least reduction of the mean ratio of an operation by a rule
@@ -79,8 +77,6 @@ def tune(folder: Path, path: Path) -> None:
             unmeasured = [Rule({}, list(operation.default_order))]
             before = orders.get(operation.name, unmeasured)
             orders[operation.name] = refined(operation, points, before)
-    # Sampling sums the same weights as stochastic verification, whose rules only use its sizes.
-    orders[SAMPLE.name] = orders[VERIFY_STOCHASTIC.name]
     path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
     tuned.load(path)
 

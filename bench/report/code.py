@@ -22,13 +22,13 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "triton": ("triton/pack*.py", "triton/fused*.py"),
     },
     "sampling": {
-        "pallas": ("pallas/stochastic*.py", "pallas/sample*.py"),
+        "pallas": ("pallas/stochastic.py", "pallas/sample.py", "pallas/distribution.py"),
         "cuda": ("cuda_ffi/stochastic.py", "cuda_ffi/src/sample/*"),
         "triton": ("triton/stochastic*.py", "triton/sample*.py", "triton/distribution*.py"),
     },
     "hashes": {
         "pallas": ("pallas/hash*.py", "pallas/codes.py", "pallas/encode.py", "pallas/append.py"),
-        "cuda": ("cuda_ffi/hashed.py", "cuda_ffi/src/hashed/*"),
+        "cuda": ("cuda_ffi/hashed.py", "cuda_ffi/codes.py", "cuda_ffi/src/hashed/*"),
         "triton": ("triton/hash*.py", "triton/append_encode*.py"),
     },
     "attention": {

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bench import report
-from bench.report import code, comparison
+from bench.report import code, comparison, whole
 from bench.report.runs import Run, read
 from jspec.ops import operations
 
@@ -75,12 +75,12 @@ def step(name, milliseconds, **rest):
 def test_steps_say_what_another_backend_ran():
     choice = {"operation": "linear", "backend": "xla", "reason": "it has no backend pallas"}
     rows = [step("default", 8), step("pallas", 9, backends=[choice])]
-    text = comparison.steps([run(*rows, suite="decode")])
+    text = whole.steps([run(*rows, suite="decode")])
     (cells,) = lines(text)
     assert cells[:2] == ["m, B=4, S=8K, vegas, greedy", "H100"]
     assert cells[2:] == ["8.00 ms (1.25)", "9.00 ms (1.25)", *["not measured"] * 3]
     assert "it has no backend pallas: linear by xla for pallas" in text
-    assert "not measured" in comparison.steps([run(step("default", 8), suite="decode")])
+    assert "not measured" in whole.steps([run(step("default", 8), suite="decode")])
 
 
 def test_sharded_attention_is_by_kernel_and_by_exchange():
@@ -96,7 +96,7 @@ def test_sharded_attention_is_by_kernel_and_by_exchange():
         attend(70, kernel="triton"),
         attend(9, overlap=2),
     ]
-    (cells,) = lines(comparison.sharded([run(*rows, suite="helix")]))
+    (cells,) = lines(whole.sharded([run(*rows, suite="helix")]))
     assert cells[0] == "KVP=2, TPA=1, B=8, S=128K, 128/8 heads, T=1"
     missing = "not measured"
     assert cells[2:] == [missing, missing, "70.0 us", missing, "60.0 us", missing, "50.0 us"]

@@ -153,23 +153,6 @@ def test_a_table_for_cpus_has_orders_alone(tmp_path):
     assert list(table.orders["pack"]) == [Rule({}, ["xla"])]
 
 
-def test_drawing_takes_the_order_of_verifying(tmp_path):
-    folder = results(tmp_path / "r")
-    rows = []
-    for batch, name in itertools.product((1, 128), ("cuda", "xla")):
-        case = {"B": batch, "V": 32000, "draft": "one-hot", "l2": "warm"}
-        time = 1.0 + ((name == "cuda") == (batch > 1))
-        rows.append(row("verify_stochastic", case, name, time, sizes={"batch": batch}))
-    machine = MACHINE | {"compute_capability": "9.0"}
-    file = {"suite": "sampling", "machine": machine, "rows": rows}
-    (folder / "sampling.json").write_text(json.dumps(file))
-    path = tmp_path / "test.json"
-    path.write_text(text(dataclasses.replace(tuned.tables()["h100"], gpu="NVIDIA Test")))
-    tune.tune(folder, path)
-    rules = list(tuned.load(path).orders["sample"])
-    assert rules == [Rule({"batch": 11}, ["cuda", "xla"]), Rule({}, ["xla"])]
-
-
 def test_a_table_that_is_there_keeps_its_blocks(tmp_path):
     path = tmp_path / "test.json"
     base = tuned.tables()["h100"]

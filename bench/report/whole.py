@@ -1,0 +1,90 @@
+"""The tables of docs/comparison.md on whole steps and on attention over several GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.cases import kilo
+from bench.drafters import DEFAULT_BACKENDS
+from bench.point import Row, best_clock
+from bench.real.figures import step_ms
+from bench.report.markdown import Line, microseconds, ms, table
+from bench.report.runs import Run
+from bench.table import number
+
+# The backends of a column: names of rows.
+COLUMNS = {
+    "pallas": ("pallas",),
+    "cuda": ("cuda",),
+    "triton": ("triton",),
+    "xla": ("xla", "xla_blocked"),
+}
+NOT_MEASURED = "not measured"
+
+
+def steps(runs: Sequence[Run]) -> str:
+    """Whole steps by backend: random weights at a model's shape, then real models."""
+    lines, notes = [], dict[str, dict[str, None]]()
+    by_case: dict[tuple[str, str], dict[str, str]] = {}
+    for run in runs:
+        for row in run.rows:
+            if row.get("operation") == "backend" and best_clock(row):
+                case = row["case"]
+                words = f"{case['model']}, B={case['B']}, S={kilo(case['S'])}"
+                words += f", {case['draft']}, {case['sampling']}"
+                cell = f"{ms(microseconds(row))} ms ({row['over_floor']:.2f})"
+                by_case.setdefault((run.card, words), {}).setdefault(row["name"], cell)
+                _note(row["name"], row.get("backends", ()), notes)
+            if row.get("operation") == "real" and row["checked"] and step_ms(row) is not None:
+                case = row["case"]
+                if case["sampling"] == "greedy" and row["name"] in ("none", "vegas"):
+                    words = f"{case['model']} (real), B={case['B']}, S={kilo(case['S'])}"
+                    words += f", {'plain' if row['name'] == 'none' else row['name']}, greedy"
+                    cell = f"{step_ms(row):.2f} ms"
+                    by_case.setdefault((run.card, words), {}).setdefault(case["backends"], cell)
+    for (card, words), cells in by_case.items():
+        if set(cells) - {DEFAULT_BACKENDS}:
+            columns = {x: cells.get(x, NOT_MEASURED) for x in (DEFAULT_BACKENDS, *COLUMNS)}
+            lines.append(Line({"step": words, "card": card} | columns))
+    if not lines:
+        return f"Steps by backend: {NOT_MEASURED}.\n"
+    words = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in notes.items())
+    return table(lines, 2) + (
+        f"\nTaken in place of the preferred backend: {words}.\n" if notes else ""
+    )
+
+
+def _note(preferred: str, choices: Sequence[Row], notes: dict[str, dict[str, None]]) -> None:
+    """Add why operations took another backend than the preferred one, each reason once."""
+    for choice in choices:
+        if choice["reason"] is not None:
+            words = f"{choice['operation']} by {choice['backend']} for {preferred}"
+            notes.setdefault(choice["reason"], {})[words] = None
+
+
+def sharded(runs: Sequence[Run]) -> str:
+    """A layer's attention on several GPUs, by kernel and by exchange."""
+    by_case: dict[tuple[str, str], dict[str, str]] = {}
+    for run in runs:
+        for row in run.rows:
+            if row.get("operation") != "attend" or best_clock(row) is None:
+                continue
+            case = row["case"]
+            if case["strategy"] != "helix" or case["overlap"] > 1 or case["latent"]:
+                continue
+            if case["kvp"] * case["tpa"] == 1:
+                continue
+            words = f"KVP={case['kvp']}, TPA={case['tpa']}, B={case['B']}, S={kilo(case['S'])}"
+            words += f", {case['heads']} heads, T={case['T']}"
+            kernel, exchange = case["kernel"], case["exchange"]
+            column = f"exchange {exchange}" if kernel == DEFAULT_BACKENDS else f"kernel {kernel}"
+            cells = by_case.setdefault((run.card, words), {})
+            cells.setdefault(column, f"{number(microseconds(row))} us")
+    columns = [f"kernel {name}" for name in COLUMNS]
+    columns += [f"exchange {name}" for name in ("xla", "pallas", "cuda")]
+    lines = [
+        Line({"attention": words, "card": card} | {x: cells.get(x, NOT_MEASURED) for x in columns})
+        for (card, words), cells in by_case.items()
+        if len(cells) > 1
+    ]
+    return table(lines, 2) or f"Sharded attention by kernel and exchange: {NOT_MEASURED}.\n"
