@@ -1,10 +1,9 @@
 """Gathered attention on Mosaic GPU: selected slots are copied to shared memory one by one.
 
-The copy engine of Hopper has no gather, but a slot's keys of 8 KV heads are one run of memory and
-one tile of 8 rows in the layout that matmuls read: a copy takes a slot. So lists are shared by the
-heads, and a tile of queries holds those of 8 KV heads. It is multiplied with the keys of all of
-them, and each query sees its own head's alone; a tile with fewer rows would cost the same. A row's
-list is cut into chunks, each of which gives an output with its log-sum-exp, and `Merge` joins them.
+A tile of queries holds those of 8 KV heads where the heads share a list and have few rows each: it
+is multiplied with the keys of all of them, and each query sees its own head's alone; a tile with
+fewer rows would cost the same. Otherwise it holds those of one head. A list is cut into chunks,
+each of which gives an output with its log-sum-exp, and `Merge` joins them.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from jspec.ops.attention.gathered import gathered_sizes
 from jspec.ops.attention.softmax import grouped
 from jspec.pallas.attention import lowered_once
 from jspec.pallas.attention_cut import EVERYTHING, PART, SHARED, Chunks
-from jspec.pallas.attention_merge import LOG2E, LOWEST, Merge
-from jspec.pallas.matmul import TILE, add_matmul, matmul, swizzled
+from jspec.pallas.attention_merge import Merge
+from jspec.pallas.gathered_compute import COLUMNS, Compute
+from jspec.pallas.gathered_copy import HEADS, Buffers, Cut, RowCopier, SlotCopier, Sources
+from jspec.pallas.matmul import TILE, swizzled
 from jspec.pallas.mosaic import refuses_pallas
 from jspec.sharding import opaque
 from jspec.typing import Array
 
-HEADS = 8  # KV heads that are read together: the rows of a tile in shared memory
 LEAST_BLOCKS = 4  # of a chunk, where there are several
-COLUMNS = 16  # channels of a result that are on their way to global memory at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,31 +44,38 @@ class Blocks:
     must not depend on its neighbours.
 
     Attributes:
-        slots: of a block.
-        buffers: for blocks of keys and of values together, at most.
-        chunks: of a row's list, at most.
+        keys: of a block where 8 heads are read together, a multiple of 64.
+        single_keys: of a block of one head, a multiple of 32.
+        buffers: for blocks of keys and of values together, at most; 6 or more keep several blocks
+            in flight.
+        chunks: of a list, at most.
     """
 
-    slots: int
+    keys: int
+    single_keys: int
     buffers: int
     chunks: int
-
-    @property
-    def keys(self) -> int:
-        """Keys of a block: those of all heads that are read together."""
-        return self.slots * HEADS
-
-    def stages(self, size: int, itemsize: int) -> tuple[int, int]:
-        """Buffers for blocks of keys of ``size`` channels, and of values, that fit."""
-        queries, staged = 2 * TILE * size * itemsize, 2 * TILE * COLUMNS * 4
-        count = (SHARED - queries - staged) // (self.keys * size * itemsize + self.keys * 4)
-        count = min(count, self.buffers)
-        return (count + 1) // 2, count // 2
 
 
 def blocks_for(sizes: Mapping[str, int]) -> Blocks:
     """Block sizes for a selection of these sizes."""
     return Blocks(**tuned.block("gathered_attention", "pallas", sizes))
+
+
+def cut_for(q: Array, k: Array, selected: Array, listed: int, blocks: Blocks) -> Cut:
+    """How to cut lists of ``listed`` slots."""
+    kv_heads, size = k.shape[2:]
+    rows = q.shape[1] * q.shape[2] // kv_heads
+    is_shared = selected.ndim == 2 and kv_heads % HEADS == 0
+    together = HEADS if is_shared and rows * HEADS <= TILE else 1
+    keys = blocks.keys if together > 1 else blocks.single_keys
+    queries, staged = 2 * TILE * size * k.dtype.itemsize, 2 * TILE * COLUMNS * 4
+    buffers = (SHARED - queries - staged) // (keys * (size * k.dtype.itemsize + 4))
+    buffers = min(buffers, blocks.buffers)
+    stages = ((buffers + 1) // 2, buffers // 2) if together > 1 else (buffers // 2, buffers // 2)
+    slots = keys // together
+    chunks = max(1, min(blocks.chunks, -(-listed // slots) // LEAST_BLOCKS))
+    return Cut(together, slots, stages, chunks)
 
 
 def gathered_pallas(
@@ -92,17 +98,16 @@ def gathered_pallas(
     assert log_weights is None  # `refuses`
     assert v is not None
     blocks = blocks or blocks_for(gathered_sizes(q, k, v, positions, selected))
-    groups = k.shape[2] // HEADS
-    slots, begins, counts = _listed(positions, selected, tail, context_len, counts, blocks.slots)
-    chunks = max(1, min(blocks.chunks, slots.shape[1] // blocks.slots // LEAST_BLOCKS))
-    kernel = _Partials(q.shape[2] // groups, chunks, scale, softcap, blocks)
-    rows = grouped(q, groups)
-    last = jnp.repeat(positions, q.shape[2] // groups, axis=1)
-    out, lse = opaque(
-        functools.partial(lowered_once, kernel), rows, last, k, v, slots, begins, counts
-    )
-    merge = Merge(q.shape, q.dtype, groups, Chunks(((chunks, 1),)))
-    bounds = jnp.broadcast_to(jnp.array([0, 0, chunks], jnp.int32), (len(q), 1, 3))
+    cut = cut_for(q, k, selected, selected.shape[-1] + tail.shape[1], blocks)
+    groups = k.shape[2] // cut.together
+    heads = q.shape[2] // groups
+    lists = _listed(positions, selected, tail, context_len, counts, cut)
+    kernel = _Partials(heads, scale, softcap, cut)
+    last = jnp.repeat(positions, heads, axis=1)
+    attend = functools.partial(lowered_once, kernel)
+    out, lse = opaque(attend, grouped(q, groups), last, k, v, *lists)
+    merge = Merge(q.shape, q.dtype, groups, Chunks(((cut.chunks, 1),)))
+    bounds = jnp.broadcast_to(jnp.array([0, 0, cut.chunks], jnp.int32), (len(q), 1, 3))
     return opaque(functools.partial(lowered_once, merge), out, lse, bounds)
 
 
@@ -112,32 +117,35 @@ def _listed(
     tail: Array,
     context_len: Array,
     counts: Array | None,
-    multiple: int,
+    cut: Cut,
 ) -> tuple[Array, Array, Array]:
-    """The slots of each row, those of the tail first.
+    """The slots of each list, those of the tail first; there is one where the heads share it.
 
-    Returns int32 ``[B, L]``, L a multiple of ``multiple``: the slots, and in place of one that no
-    query reads one that is read, as what it holds is multiplied with 0; int32 ``[B, L * HEADS]``,
-    for each head of a slot, the position from which on it is read; and int32 ``[B]``, how many of
-    the slots are to be looked at.
+    Returns int32 ``[B, lists, L]``, L a multiple of a block: the slots, and in place of one that no
+    query reads one that is read, as what it holds is multiplied with 0; int32 ``[B, lists, L *
+    together]``, for each head of a slot, the position from which on it is read; and int32 ``[B,
+    lists]``, how many of the slots are to be looked at.
     """
-    index = jnp.arange(selected.shape[1], dtype=jnp.int32)[None]
+    batch, count = len(selected), selected.shape[-1]
+    selected = selected.reshape(batch, -1, count)
     is_selected = selected >= 0
     if counts is not None:
-        is_selected &= index < counts[:, None]
+        index = jnp.arange(count, dtype=jnp.int32)
+        is_selected &= index[None, None] < counts.reshape(batch, -1)[..., None]
     after = context_len[:, None] + jnp.arange(tail.shape[1], dtype=jnp.int32)[None]
-    slots = jnp.concatenate([tail, selected], axis=1)
-    begins = jnp.concatenate(
-        [jnp.where(tail >= 0, after, EVERYTHING), jnp.where(is_selected, 0, EVERYTHING)], axis=1
-    )
-    is_read = begins <= positions.max(axis=1, keepdims=True)
-    slots = jnp.where(is_read, slots, jnp.where(is_read, slots, 0).max(axis=1, keepdims=True))
-    index = jnp.arange(1, slots.shape[1] + 1, dtype=jnp.int32)[None]
-    counts = jnp.where(is_read, index, 0).max(axis=1)
-    spare = ((0, 0), (0, -slots.shape[1] % multiple))
+    after = jnp.where(tail >= 0, after, EVERYTHING)
+    of_each = (*selected.shape[:2], tail.shape[1])
+    tail, after = (jnp.broadcast_to(x[:, None], of_each) for x in (tail, after))
+    slots = jnp.concatenate([tail, selected], axis=2)
+    begins = jnp.concatenate([after, jnp.where(is_selected, 0, EVERYTHING)], axis=2)
+    is_read = begins <= positions.max(axis=1)[:, None, None]
+    slots = jnp.where(is_read, slots, jnp.where(is_read, slots, 0).max(axis=2, keepdims=True))
+    index = jnp.arange(1, slots.shape[2] + 1, dtype=jnp.int32)[None, None]
+    counts = jnp.where(is_read, index, 0).max(axis=2)
+    spare = ((0, 0), (0, 0), (0, -slots.shape[2] % cut.slots))
     slots = jnp.pad(slots, spare, mode="edge")
     begins = jnp.pad(jnp.where(is_read, begins, EVERYTHING), spare, constant_values=EVERYTHING)
-    return slots, jnp.repeat(begins, HEADS, axis=1), counts
+    return slots, jnp.repeat(begins, cut.together, axis=2), counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +153,9 @@ class _Partials:
     """Attention over each chunk of a row's list separately."""
 
     heads: int  # query heads of a group of KV heads
-    chunks: int
     scale: float
     softcap: float | None
-    blocks: Blocks
+    cut: Cut
 
     def __call__(
         self, q: Array, last: Array, k: Array, v: Array, slots: Array, begins: Array, counts: Array
@@ -163,25 +170,24 @@ class _Partials:
         rows = -(-count // 8) * 8
         q = jnp.pad(q, ((0, 0), (0, 0), (0, TILE - count), (0, 0)))
         last = jnp.pad(last, ((0, 0), (0, TILE - count)), constant_values=-1)
-        keys, stages = self.blocks.keys, self.blocks.stages(size, k.dtype.itemsize)
-        items = batch * groups * self.chunks
-        parts = (batch, 1, groups, self.chunks, rows)
+        (key_stages, value_stages), keys = self.cut.stages, self.cut.keys
+        items = batch * groups * self.cut.chunks
+        parts = (batch, 1, groups, self.cut.chunks, rows)
 
         def gathered_chunks(*refs):
             pl.run_scoped(
-                lambda *scratch: self._kernel(refs, scratch, (groups, items, rows)),
+                lambda *scratch: self._kernel(refs, scratch, groups, items),
                 (swizzled((2, TILE, size), k.dtype), plgpu.SMEM((2, TILE), jnp.int32)),
-                swizzled((stages[0], keys, size), k.dtype),
-                plgpu.SMEM((stages[0], keys), jnp.int32),
-                swizzled((stages[1], keys, size), k.dtype),
+                swizzled((key_stages, keys, size), k.dtype),
+                plgpu.SMEM((key_stages, keys), jnp.int32),
+                swizzled((value_stages, keys, size), k.dtype),
                 (plgpu.SMEM((2, TILE, COLUMNS), jnp.float32), plgpu.SMEM((TILE,), jnp.float32)),
                 # Of queries, keys and values: filled by so many copies, and read.
                 [
-                    plgpu.Barrier(num_arrivals=2, num_barriers=2),
-                    plgpu.Barrier(num_arrivals=self.blocks.slots + 1, num_barriers=stages[0]),
-                    plgpu.Barrier(num_arrivals=self.blocks.slots, num_barriers=stages[1]),
+                    plgpu.Barrier(num_arrivals=n, num_barriers=m)
+                    for n, m in zip((2, *self.cut.arrivals), (2, *self.cut.stages), strict=True)
                 ],
-                [plgpu.Barrier(num_barriers=n) for n in (2, *stages)],
+                [plgpu.Barrier(num_barriers=n) for n in (2, *self.cut.stages)],
                 collective_axes="group",
             )
 
@@ -199,159 +205,41 @@ class _Partials:
         )
         return call(q, last, k, v, slots, begins, counts)
 
-    def _kernel(self, refs, scratch, sizes):
+    def _kernel(self, refs, scratch, groups, items):
         """A warpgroup that computes, and one that copies; both take the same items in order."""
-        groups, items, rows = sizes
         *sources, counts, out, lse = refs
         *smem, staged, full, free = scratch
         program = lax.axis_index("program")
         programs = min(multiprocessors(), items)
         steps = lax.div(items - program + programs - 1, programs)
 
-        def each_item(body):
-            """Run ``body(step, done, place, first, count)`` for each item: where it lies, and its
-            blocks; ``done``: the blocks of those before it."""
+        def each_item(body, start):
+            """Run ``body(step, place, first, count, carry)`` for each item: where it lies, the
+            first of its blocks, and how many there are."""
 
-            def step(i, done):
+            def step(i, carry):
                 item = program + i * programs
                 group, rest = lax.rem(item, groups), lax.div(item, groups)
-                chunk, row = lax.rem(rest, self.chunks), lax.div(rest, self.chunks)
-                blocks = lax.div(counts[row] + self.blocks.slots - 1, self.blocks.slots)
-                first = lax.div(chunk * blocks, self.chunks)
-                count = lax.div((chunk + 1) * blocks, self.chunks) - first
-                body(i, done, (row, group, chunk), first, count)
-                return done + count
+                chunk, row = lax.rem(rest, self.cut.chunks), lax.div(rest, self.cut.chunks)
+                listed = counts[row, group if counts.shape[1] > 1 else 0]
+                blocks = lax.div(listed + self.cut.slots - 1, self.cut.slots)
+                first = lax.div(chunk * blocks, self.cut.chunks)
+                count = lax.div((chunk + 1) * blocks, self.cut.chunks) - first
+                return body(i, (row, group, chunk), first, count, carry)
 
-            return lax.fori_loop(0, steps, step, jnp.int32(0))
+            return lax.fori_loop(0, steps, step, start)
 
         @pl.when(lax.axis_index("group") == 0)
         def _():
-            each_item(self._computer(smem, staged, (out, lse), full, free, rows))
+            compute = Compute(self.cut, self.heads, lse.shape[4], self.scale, self.softcap)
+            each_item(compute(smem, staged, (out, lse), full, free), jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(lax.axis_index("group") == 1)
         def _():
-            done = each_item(self._copier(sources, smem, full, free))
-            # Wait for the last arrivals, so that no barrier is left pending.
-            for count, barrier in zip((steps, done, done), free, strict=True):
-                size = barrier.shape[0]
-
-                @pl.loop(jnp.maximum(count - size, 0), count)
-                def _(i, size=size, barrier=barrier):
-                    plgpu.barrier_wait(barrier.at[lax.rem(i, size)])
-
-    def _copier(self, sources, smem, full, free):
-        """Copies an item's queries, keys and values to shared memory."""
-        q, last, k, v, slots, begins = sources
-        (q_smem, last_smem), k_smem, begin_smem, v_smem = smem
-        size, key_stages, value_stages = self.blocks.slots, k_smem.shape[0], v_smem.shape[0]
-
-        def copy(step, done, place, first, count):
-            row, group, _ = place
-            side, heads = lax.rem(step, 2), pl.ds(group * HEADS, HEADS)
-            pl.when(step >= 2)(lambda: plgpu.barrier_wait(free[0].at[side]))
-            plgpu.copy_gmem_to_smem(q.at[row, group], q_smem.at[side], full[0].at[side])
-            plgpu.copy_gmem_to_smem(last.at[row], last_smem.at[side], full[0].at[side])
-
-            @pl.loop(0, count)
-            def _(i):
-                key_stage, value_stage = (lax.rem(done + i, n) for n in (key_stages, value_stages))
-                begin = (first + i) * size
-                block = [slots[row, begin + j] for j in range(size)]
-
-                def fetch(source, target_ref, filled):
-                    for j, slot in enumerate(block):
-                        target = target_ref.at[pl.ds(j * HEADS, HEADS)]
-                        plgpu.copy_gmem_to_smem(source.at[row, slot, heads], target, filled)
-
-                filled = full[1].at[key_stage]
-                columns = pl.ds(pl.multiple_of(begin * HEADS, HEADS), self.blocks.keys)
-                pl.when(done + i >= key_stages)(lambda: plgpu.barrier_wait(free[1].at[key_stage]))
-                plgpu.copy_gmem_to_smem(begins.at[row, columns], begin_smem.at[key_stage], filled)
-                fetch(k, k_smem.at[key_stage], filled)
-                pl.when(done + i >= value_stages)(
-                    lambda: plgpu.barrier_wait(free[2].at[value_stage])
-                )
-                fetch(v, v_smem.at[value_stage], full[2].at[value_stage])
-
-        return copy
-
-    def _computer(self, smem, staged, results, full, free, rows):
-        """Attends an item's queries to its blocks as they arrive, and writes the result."""
-        (q_smem, last_smem), k_smem, begin_smem, v_smem = smem
-        out_smem, lse_smem = staged
-        keys, channels = self.blocks.keys, v_smem.shape[2]
-        by_row, by_column = plgpu.Layout.WGMMA.reduce((1,)), plgpu.Layout.WGMMA.reduce((0,))
-        # Scores are in the base of the exponential function that the GPU has.
-        unit = 1.0 if self.softcap is not None else self.scale * LOG2E
-
-        def fetch(ref, layout):
-            return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-
-        def vector(value):
-            return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), by_row)
-
-        def over_columns(x, columns=keys):
-            return lax.broadcast_in_dim(x, (TILE, columns), [0])
-
-        def index(dimension):
-            shape = (TILE, keys)
-            return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
-
-        def compute(step, done, place, first, count):
-            side = lax.rem(step, 2)
-            plgpu.barrier_wait(full[0].at[side])
-            position = fetch(last_smem.at[side], by_row)
-            group = self.heads // HEADS
-            # Rows are by token, then by head; columns by slot, then by head.
-            same_head = lax.div(lax.rem(index(0), self.heads), group) == lax.rem(index(1), HEADS)
-
-            def block(i, carry):
-                acc, top, total = carry
-                stage = lax.rem(done + i, k_smem.shape[0])
-                plgpu.barrier_wait(full[1].at[stage])
-                scores = matmul(q_smem.at[side], k_smem.at[stage].transpose((1, 0)))
-                begins = lax.broadcast_in_dim(
-                    fetch(begin_smem.at[stage], by_column), (TILE, keys), [1]
-                )
-                plgpu.barrier_arrive(free[1].at[stage])
-                if self.softcap is not None:
-                    scores = jnp.tanh(scores * (self.scale / self.softcap)) * self.softcap * LOG2E
-                visible = same_head & (begins <= over_columns(position))
-                scores = jnp.where(visible, scores, -jnp.inf)
-                higher = jnp.maximum(top, scores.max(axis=1) * unit)
-                decay = jnp.exp2(top - higher)
-                weights = jnp.exp2(scores * unit - over_columns(higher))
-                total = total * decay + weights.sum(axis=1)
-                stage = lax.rem(done + i, v_smem.shape[0])
-                plgpu.barrier_wait(full[2].at[stage])
-                acc = acc * over_columns(decay, channels)
-                acc = add_matmul(acc, weights.astype(v_smem.dtype), v_smem.at[stage])
-                plgpu.barrier_arrive(free[2].at[stage])
-                return acc, higher, total
-
-            zero = jnp.zeros((TILE, channels), jnp.float32)
-            carry = plgpu.layout_cast(zero, plgpu.Layout.WGMMA), vector(LOWEST), vector(0)
-            acc, top, total = lax.fori_loop(0, count, block, carry)
-            plgpu.barrier_arrive(free[0].at[side])
-            saw = total > 0
-            safe = jnp.where(saw, total, 1)
-            acc = acc * over_columns(1 / safe, channels)
-            row, group, chunk = place
-            out, lse = (x.at[row, 0, group, chunk] for x in results)
-            for i, at in enumerate(range(0, channels, COLUMNS)):
-                # The other buffer is still being read.
-                plgpu.wait_smem_to_gmem(min(i, 1), wait_read_only=True)
-                out_smem[i % 2] = acc[:, at : at + COLUMNS]
-                if i == 0:
-                    lse_smem[...] = jnp.where(saw, top + jnp.log2(safe), -jnp.inf)
-                plgpu.commit_smem()
-                target = out.at[:, pl.ds(at, COLUMNS)]
-                plgpu.copy_smem_to_gmem(out_smem.at[i % 2, pl.ds(0, rows)], target)
-                if i == 0:
-                    plgpu.copy_smem_to_gmem(lse_smem.at[pl.ds(0, rows)], lse)
-
-        return compute
+            copier = SlotCopier if self.cut.together > 1 else RowCopier
+            copier = copier(self.cut, Sources(*sources), Buffers(*smem), full, free)
+            copier.finish(steps, each_item(copier.item, copier.start()))
 
 
 def refuses(
@@ -363,21 +251,14 @@ def refuses(
         return "the values are in the keys"
     if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16 or float16"
-    if selected.ndim != 2:
-        return (
-            f"selected {selected.shape} has a list for each KV head; a copy takes the {HEADS} rows "
-            "of a tile, and a slot has one for each head"
-        )
     if log_weights is not None:
         return "log_weights are given; it adds none"
-    if k.shape[2] % HEADS:
-        return f"K={k.shape[2]} KV heads are not a multiple of {HEADS}, the rows of a tile"
-    if rows * HEADS > TILE:
-        return (
-            f"T * G = {rows} query rows of a KV head are over {TILE // HEADS}: {HEADS} heads a tile"
-        )
+    if rows > TILE:
+        return f"T * G = {rows} query rows of a KV head are over {TILE}"
     if size % 16 or size > PART or v.shape[3] != size:
         return f"H={size} and H'={v.shape[3]} are not one multiple of 16 up to {PART}"
+    if k.size // len(k) >= 2**31:
+        return f"k {k.shape} has more elements a batch row than int32 counts"
     if 0 in selected.shape or q.size == 0:
         return f"selected {selected.shape} leaves nothing to gather"
     return None

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.pallas import attention_compute as module
-from jspec.pallas import gathered
+from jspec.pallas import gathered_compute, gathered_copy
 
 
 @pytest.fixture
@@ -20,5 +20,17 @@ def products_of_arrays(monkeypatch):
         return intermediates, add_matmul(*sums)
 
     monkeypatch.setattr(module, "add_matmul", add_matmul)
-    monkeypatch.setattr(gathered, "add_matmul", add_matmul)
+    monkeypatch.setattr(gathered_compute, "add_matmul", add_matmul)
     monkeypatch.setattr(module, "overlapped_matmuls", overlapped_matmuls)
+
+
+@pytest.fixture
+def copies_of_arrays(monkeypatch):
+    """The interpreter runs no inline code: rows are there as soon as their copies begin."""
+
+    def copy_rows(source, target, slots, head):
+        target[...] = source[...][slots, head]
+
+    monkeypatch.setattr(gathered_copy, "copy_rows", copy_rows)
+    monkeypatch.setattr(gathered_copy, "commit_copies", lambda: None)
+    monkeypatch.setattr(gathered_copy, "wait_copies", lambda groups: None)
