@@ -1,12 +1,14 @@
 """The sampling law in Mosaic GPU kernels, bit for bit that of `jspec.ops.distribution`.
 
-Mosaic has no rounding modes, so weights come from integers. A bfloat16 logit has 8 significant bits
-and a rate has 16: their float32 product is exact, and 32 bits hold what counts of it. Products with
-float32 logits, and those far from 0, take 64 bits.
+Mosaic has no rounding modes, so weights come from integers, or from PTX instructions that round as
+`docs/sampling.md` says. A bfloat16 logit has 8 significant bits and a rate has 16: their float32
+product is exact, and 32 bits of integers hold what counts of it. Products with float32 logits, and
+those far from 0, take 64 bits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.ops import uint64
-from jspec.ops.distribution import LARGEST, ONE, ONE_BITS, exp2_fixed
+from jspec.ops.distribution import LARGEST, ONE, ONE_BITS, POLYNOMIAL, exp2_fixed
 from jspec.ops.vocabulary import NO_TOKEN, TILE
 from jspec.pallas.mosaic import LANES, WARPS, Spread, iota, load
 from jspec.sharding import opaque
@@ -30,6 +32,8 @@ NEAR = 2**20  # largest size of an exponent for which float32 products serve
 LEAST_RATE = np.float32(2**-23)  # from which on no product vanishes
 LOWEST_EXPONENT = -(2**30)  # of all
 LARGEST_LOGIT = np.float32(LARGEST)
+QUARTERS = np.float32(3 * 2**20)  # a float32 of this size counts quarters
+QUARTERS_BITS = np.uint32(QUARTERS.view(np.uint32))
 SCALE_WORDS = 4
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -168,31 +172,18 @@ def power(x: Array, rate: Array) -> tuple[Array, Array]:
     return whole, fixed.astype(jnp.uint32) & 0x7FFFFF
 
 
-def _weights(fraction: Array, distance: Array) -> Array:
-    """From fractions and distances below 64, uint32."""
+def _weights(mantissa: Array, distance: Array) -> Array:
+    """From mantissas, and distances below 64, uint32."""
     # A shift by 32 and more is defined of 64 bits alone.
     factor = (jnp.uint64(2**31) >> distance.astype(jnp.uint64)).astype(jnp.uint32)
-    return uint64.widen(exp2_fixed(fraction)) * uint64.widen(factor)
+    return uint64.widen(mantissa) * uint64.widen(factor)
 
 
 def far_weights(x: Array, rate: Array, exponent: Array) -> Array:
     """Weights uint64 of clean logits in a tile of this exponent, in units of 2**-53."""
     whole, fraction = power(jnp.minimum(x, LARGEST_LOGIT), rate)
     distance = jnp.minimum((exponent - whole).astype(jnp.uint32), 32)
-    return jnp.where(x > -jnp.inf, _weights(fraction, distance), 0)
-
-
-def near_weights(x: Array, rate: Array, exponent: Array) -> Array:
-    """The same of bfloat16 logits, where `is_near`."""
-    # The products less a whole number near them are exact where a weight is not 0, and below 2**31
-    # units. It does not matter whether the compiler fuses the subtraction.
-    base = jnp.where(jnp.abs(exponent) >= 128, exponent, 0)
-    units = x * (rate * UNITS) - base.astype(jnp.float32) * UNITS
-    # A distance of 32 is the least without weight.
-    units = jnp.maximum(units, (exponent - base - 32).astype(jnp.float32) * UNITS)
-    fixed = floor(units)
-    distance = (exponent - base - (fixed >> 23)).astype(jnp.uint32)
-    return _weights(fixed.astype(jnp.uint32) & 0x7FFFFF, distance)
+    return jnp.where(x > -jnp.inf, _weights(exp2_fixed(fraction), distance), 0)
 
 
 def floor(x: Array) -> Array:
@@ -201,10 +192,81 @@ def floor(x: Array) -> Array:
     return truncated - (truncated.astype(jnp.float32) > x).astype(jnp.int32)
 
 
-def is_near(dtype: Any, rate: Array, size: Array) -> Array:
-    """Whether float32 products serve for logits of ``dtype``, in a tile whose exponent or largest
-    power has this absolute ``size``."""
-    return (size <= NEAR) & (rate >= LEAST_RATE) & (dtype == jnp.bfloat16)
+@dataclasses.dataclass(frozen=True)
+class NearWeights:
+    """Weights of tiles whose exponents are near 0, of clean logits of ``dtype`` that lie as
+    ``spread`` says: by integers of 32 bits, which serve bfloat16, or by ``ptx``."""
+
+    dtype: Any
+    spread: Spread
+    ptx: bool
+
+    @property
+    def serve(self) -> bool:
+        """Whether they serve this dtype."""
+        return self.ptx or self.dtype == jnp.bfloat16
+
+    def serve_at(self, rate: Array, size: Array) -> Array:
+        """Whether they serve a tile whose exponent or largest power has this absolute ``size``."""
+        return (size <= NEAR) & (self.ptx | (rate >= LEAST_RATE))
+
+    def exponent(self, top: Array, rate: Array) -> Array:
+        """The exponent of a tile whose largest logit is ``top``."""
+        if self.dtype != jnp.bfloat16:
+            return power(top, rate)[0]
+        exponent = floor(top * rate)
+        # A product that vanishes is rounded down all the same.
+        return jnp.where(top < 0, jnp.minimum(exponent, -1), exponent)
+
+    def __call__(self, x: Array, rate: Array, exponent: Array) -> Array:
+        """As `far_weights`."""
+        return (self._by_ptx if self.ptx else self._by_integers)(x, rate, exponent)
+
+    def _by_integers(self, x: Array, rate: Array, exponent: Array) -> Array:
+        # The products less a whole number near them are exact where a weight is not 0, and below
+        # 2**31 units. It does not matter whether the compiler fuses the subtraction.
+        base = jnp.where(jnp.abs(exponent) >= 128, exponent, 0)
+        units = x * (rate * UNITS) - base.astype(jnp.float32) * UNITS
+        # A distance of 32 is the least without weight.
+        units = jnp.maximum(units, (exponent - base - 32).astype(jnp.float32) * UNITS)
+        fixed = floor(units)
+        distance = (exponent - base - (fixed >> 23)).astype(jnp.uint32)
+        return _weights(exp2_fixed(fixed.astype(jnp.uint32) & 0x7FFFFF), distance)
+
+    def _by_ptx(self, x: Array, rate: Array, exponent: Array) -> Array:
+        quarter = rate * np.float32(0.25)
+        offset = QUARTERS + exponent.astype(jnp.float32) * np.float32(0.25)
+        below = rounded("fma.rp.f32", self.spread, x, -quarter, offset)
+        # (1 + fraction) / 4; the sum in brackets is exact.
+        between = below - (offset - np.float32(0.25))
+        v = rounded("fma.rz.f32", self.spread, x, quarter, between)
+        # The bits of small float32 numbers count units of 2**-149.
+        fifth, *others = (np.uint32(c).view(np.float32) for c in POLYNOMIAL)
+        p = rounded("mul.rz.f32", self.spread, v, fifth)
+        for coefficient in others:
+            p = rounded("fma.rz.f32", self.spread, p, v, coefficient)
+        return _weights(bits_of(p), jnp.minimum(bits_of(below) - QUARTERS_BITS, 32))
+
+
+def rounded(instruction: str, spread: Spread, *operands: Array | np.float32) -> Array:
+    """The result of a PTX instruction of float32 vectors, scalars among them.
+
+    The interpreter runs no inline code.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+
+    layout = spread.layout()
+    vectors = [
+        plgpu.layout_cast(jnp.broadcast_to(jnp.float32(x), (spread.size,)), layout)
+        for x in operands
+    ]
+    result = plgpu.ShapeDtypeStruct((spread.size,), jnp.float32, layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,) * len(vectors), return_type=result)
+    def run(_, first, *others):
+        return first._pointwise(mgpu.FragmentedArray._lift_fast_instr(instruction), *others)
+
+    return run(*vectors)  # pyright: ignore[reportCallIssue]
 
 
 def threefry(key: tuple[Array, Array], x0: Array, x1: Array) -> tuple[Array, Array]:
@@ -249,19 +311,17 @@ def load_tile(
 
 
 def sum_tile(
-    x: Array, first: Array, tile: Array, rate: Array, dtype: Any, spread: Spread
+    x: Array, first: Array, tile: Array, rate: Array, near_weights: NearWeights
 ) -> tuple[Array, Array, Array]:
     """A tile's sum as in `Cells`, its largest logit, and its exponent, scalars."""
     top = jnp.clip(jnp.max(x), -LARGEST_LOGIT, LARGEST_LOGIT)
 
     def greedy() -> tuple[Array, Array]:
-        index = jnp.where(x >= top, first + iota(spread) - tile * TILE, TILE)
+        index = jnp.where(x >= top, first + iota(near_weights.spread) - tile * TILE, TILE)
         return jnp.min(index).astype(jnp.uint64), jnp.int32(0)
 
     def near() -> tuple[Array, Array]:
-        exponent = floor(top * rate)
-        # A product that vanishes is rounded down all the same.
-        exponent = jnp.where(top < 0, jnp.minimum(exponent, -1), exponent)
+        exponent = near_weights.exponent(top, rate)
         return total_of(near_weights(x, rate, exponent)), exponent
 
     def far() -> tuple[Array, Array]:
@@ -269,9 +329,9 @@ def sum_tile(
         return total_of(far_weights(x, rate, exponent)), exponent
 
     def sampled() -> tuple[Array, Array]:
-        if dtype != jnp.bfloat16:
+        if not near_weights.serve:
             return far()
-        return lax.cond(is_near(dtype, rate, jnp.abs(top * rate)), near, far)
+        return lax.cond(near_weights.serve_at(rate, jnp.abs(top * rate)), near, far)
 
     total, exponent = lax.cond(rate == 0, greedy, sampled)
     return total, top, exponent

@@ -18,6 +18,7 @@ from jspec.ops.sampling_limits import refuses_one_pass
 from jspec.ops.vocabulary import TILE, Axes, Vocabulary
 from jspec.pallas.distribution import (
     Cells,
+    NearWeights,
     certain_token,
     cleaned,
     count_reached,
@@ -41,9 +42,15 @@ from jspec.typing import Array
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Block sizes of the kernels: ``tiles`` of a position that a program sums."""
+    """Block sizes of the kernels.
+
+    Attributes:
+        tiles: of a position, summed by a program.
+        ptx: whether `NearWeights` come from PTX.
+    """
 
     tiles: int
+    ptx: bool = False
 
 
 def blocks_for(logits: Array) -> Blocks:
@@ -62,6 +69,7 @@ def sum_tiles(
     count = min(blocks.tiles, tiles)
     groups, flat = -(-tiles // count), padded(logits)
     spread = tile_spread(flat)
+    near_weights = NearWeights(logits.dtype, spread, blocks.ptx)
 
     def body(logits_ref, rates_ref, lengths_ref, *refs):
         cells = Cells(*refs)
@@ -86,7 +94,7 @@ def sum_tiles(
                 first = first_token(tile, vocabulary)
                 if overlaps:
                     x = without_overlap(x, first, tile, spread)
-                total, top, exponent = sum_tile(x, first, tile, rate, logits.dtype, spread)
+                total, top, exponent = sum_tile(x, first, tile, rate, near_weights)
                 cells.low[at, tile] = total.astype(jnp.uint32)
                 cells.high[at, tile] = (total >> 32).astype(jnp.uint32)
                 cells.tops[at, tile] = top

@@ -6,7 +6,8 @@ committed blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jspec.ops.vocabulary import TILE, Axes, Vocabulary
 from jspec.pallas.distribution import (
     SCALE_WORDS,
     Cells,
+    NearWeights,
     Scale,
     choose,
     cleaned,
@@ -31,10 +33,8 @@ from jspec.pallas.distribution import (
     far_weights,
     find_tile,
     first_token,
-    is_near,
     launch,
     load_tile,
-    near_weights,
     number,
     padded,
     probabilities,
@@ -89,7 +89,7 @@ class Tile(NamedTuple):
 class Kernels:
     """The kernels of verifications of one size."""
 
-    def __init__(self, target_logits: Array, draft_logits: Array | None):
+    def __init__(self, target_logits: Array, draft_logits: Array | None, *, ptx: bool):
         self.batch, count, self.vocabulary = target_logits.shape
         self.gamma = count - 1
         self.tiles, self.width = -(-self.vocabulary // TILE), width_of(self.vocabulary)
@@ -97,6 +97,7 @@ class Kernels:
         # How a tile lies, one way for both sources, and a vector of a row's draft tokens.
         sources = (target_logits, target_logits if draft_logits is None else draft_logits)
         self.spread = min(map(tile_spread, sources), key=lambda spread: spread.vector)
+        self.near = [NearWeights(x.dtype, self.spread, ptx) for x in sources]
         self.span = Spread(max(32, 1 << (self.gamma - 1).bit_length()))
 
     def judge(
@@ -169,11 +170,18 @@ class Kernels:
         ]
 
     def excess(
-        self, tiles: list[Tile], tile: Array, rate: Array, weights: Callable[..., Array]
+        self,
+        tiles: list[Tile],
+        tile: Array,
+        rate: Array,
+        weights_of: Sequence[Callable[..., Array]],
     ) -> Array:
-        """In a kernel: ``max(p - q, 0)`` of a tile's tokens, uint64 in units of 2**-53."""
+        """In a kernel: ``max(p - q, 0)`` of a tile's tokens, uint64 in units of 2**-53.
+
+        ``weights_of``: what computes the weights of the target's tile, and of the draft's.
+        """
         p_q = []
-        for of in tiles:
+        for of, weights in zip(tiles, weights_of, strict=True):
             x, first = load_tile(of.logits, of.at, tile, self.spread, self.vocabulary)
             tokens = first + iota(self.spread)
             of_tile = weights(x, rate, of.exponent)
@@ -196,16 +204,22 @@ class Kernels:
             @pl.when((accepted < length) & (rate != 0))
             def _():
                 tiles = self.rejected_tiles(target, draft, row, accepted, tile)
-                near = [is_near(x.logits.dtype, rate, jnp.abs(x.exponent)) for x in tiles]
 
-                def mass_by(weights: Callable[..., Array]) -> Array:
-                    return total_of(self.excess(tiles, tile, rate, weights))
+                def mass_by(weights_of: Sequence[Callable[..., Array]]) -> Array:
+                    return total_of(self.excess(tiles, tile, rate, weights_of))
 
-                mass = lax.cond(
-                    near[0] & near[1],
-                    lambda: mass_by(near_weights),
-                    lambda: mass_by(far_weights),
-                )
+                far = (far_weights, far_weights)
+                if all(near.serve for near in self.near):
+                    near_both = functools.reduce(
+                        jnp.logical_and,
+                        (
+                            near.serve_at(rate, jnp.abs(x.exponent))
+                            for near, x in zip(self.near, tiles, strict=True)
+                        ),
+                    )
+                    mass = lax.cond(near_both, lambda: mass_by(self.near), lambda: mass_by(far))
+                else:
+                    mass = mass_by(far)
                 low[row, tile] = mass.astype(jnp.uint32)
                 high[row, tile] = (mass >> 32).astype(jnp.uint32)
 
@@ -278,7 +292,7 @@ class Kernels:
 
                 def of_residual():
                     tiles = self.rejected_tiles(target, draft, row, last, tile)
-                    weights = self.excess(tiles, tile, rate, far_weights)
+                    weights = self.excess(tiles, tile, rate, (far_weights, far_weights))
                     return count_reached(weights, iota(spread), left, 0)
 
                 if draft is None:
@@ -306,7 +320,8 @@ def verify_pallas(
     blocks: Blocks | None = None,
 ) -> tuple[Array, ...]:
     """The Pallas backend of `jspec.ops.stochastic.verify_stochastic`: the fields of `Verified`."""
-    kernels, blocks = Kernels(target_logits, draft_logits), blocks or blocks_for(target_logits)
+    blocks = blocks or blocks_for(target_logits)
+    kernels = Kernels(target_logits, draft_logits, ptx=blocks.ptx)
     rows = Rows(draft_tokens, draft_lengths, settings.rate, settings.seeds, positions)
 
     def source(logits: Array, bonus_positions: int) -> Source:

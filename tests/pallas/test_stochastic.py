@@ -1,6 +1,7 @@
 """Drawing and stochastic verification on Mosaic GPU: interpreted, lowered, and on a GPU."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from jspec.config import SamplingParams
 from jspec.ops.sample import Role, sample_xla, settings_of, unfiltered
+from jspec.pallas import distribution
 from jspec.pallas import stochastic as module
 from jspec.pallas.mosaic import refuses_pallas
 from jspec.pallas.sample import Blocks, sample_pallas, sum_tiles
@@ -24,25 +26,27 @@ from tests.ops.drafts import (
 )
 from tests.ops.laws import SAMPLED, sampling_of
 from tests.pallas.mosaic import interpret, lower
+from tests.triton.interpreter import INSTRUCTIONS
 
 BLOCKS = Blocks(tiles=2)
-verify = functools.partial(verify_pallas, **STATIC, blocks=BLOCKS)
 draw = functools.partial(sample_pallas, role=Role.BONUS, filtered=False, axis_name=None)
 drawn = jax.jit(functools.partial(sample_xla, role=Role.BONUS, filtered=False, axis_name=None))
 
 
 @pytest.mark.parametrize(
-    ("draft", "dtype"),
+    ("draft", "dtype", "ptx"),
     [
-        ("one-hot", "bfloat16"),
-        ("logits", "bfloat16"),
-        pytest.param("logits", "float32", marks=pytest.mark.slow),
+        ("one-hot", "bfloat16", False),
+        ("logits", "bfloat16", False),
+        ("logits", "float32", True),
+        pytest.param("logits", "float32", False, marks=pytest.mark.slow),
     ],
 )
-def test_verification_is_that_of_the_reference_when_interpreted(draft, dtype):
+def test_verification_is_that_of_the_reference_when_interpreted(draft, dtype, ptx, instructions):
     """Two ragged tiles, where half of the rows have logits that are no numbers."""
     args = arguments_of(10, 1100, one_hot=draft == "one-hot", dtype=dtype)
     arguments = (args[0], with_holes(args[1]), *args[2:])
+    verify = functools.partial(verify_pallas, **STATIC, blocks=Blocks(2, ptx=ptx))
     assert_verified(interpret(verify, *arguments), arguments)
 
 
@@ -58,12 +62,31 @@ def test_a_draw_is_that_of_the_reference_when_interpreted(dtype, vocabulary):
     np.testing.assert_array_equal(got, drawn(*arguments))
 
 
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_tiles_have_the_sums_of_the_reference_when_interpreted(tiles):
+@pytest.fixture
+def instructions(monkeypatch):
+    """Stands in for PTX instructions, which the interpreter does not run."""
+    with ThreadPoolExecutor(1) as thread:
+        # Started by this thread, it does not take the smallest numbers for 0, as XLA's threads do.
+        thread.submit(int).result()
+
+        def rounded(instruction, spread, *operands):
+            def call(*arrays):
+                return thread.submit(INSTRUCTIONS[instruction], *map(np.array, arrays)).result()
+
+            vectors = [jnp.broadcast_to(jnp.float32(x), (spread.size,)) for x in operands]
+            result = jax.ShapeDtypeStruct((spread.size,), jnp.float32)
+            return jax.pure_callback(call, result, *vectors)
+
+        monkeypatch.setattr(distribution, "rounded", rounded)
+        yield
+
+
+@pytest.mark.parametrize("blocks", [Blocks(1), Blocks(2), Blocks(2, ptx=True)], ids=str)
+def test_tiles_have_the_sums_of_the_reference_when_interpreted(blocks, instructions):
     """Every bit of every weight counts in a sum, where a draw may not notice it."""
     logits, settings, _ = far_logits(2500)
     lengths = jnp.full(6, 2, jnp.int32)
-    cells = interpret(lambda *x: sum_tiles(*x, 0, Blocks(tiles)), logits, settings.rate, lengths)
+    cells = interpret(lambda *x: sum_tiles(*x, 0, blocks), logits, settings.rate, lengths)
     sums = np.asarray(cells.high).astype(np.uint64) << np.uint64(32) | np.asarray(cells.low)
     expected, differences = tiles_of_far_logits()
     exponents = np.asarray(cells.exponents).reshape(6, 2, -1)
@@ -72,8 +95,9 @@ def test_tiles_have_the_sums_of_the_reference_when_interpreted(tiles):
     np.testing.assert_array_equal((exponents[..., 0] - exponents[..., 2])[1:5], differences[1:5])
 
 
-def test_near_tiles_of_bfloat16_have_the_sums_of_the_reference_when_interpreted():
-    """Products in 32 bits, at exponents on both sides of each bound, against 64 bits."""
+@pytest.mark.parametrize("ptx", [False, True])
+def test_near_tiles_of_bfloat16_have_the_sums_of_the_reference_when_interpreted(ptx, instructions):
+    """Weights from 32 bits or PTX, at exponents on both sides of each bound, against 64 bits."""
     rng = np.random.default_rng(1)
     offsets = np.array([0, -0.01, 3, 125, -300, 5000, -0.4, 0])
     logits = 3 * rng.standard_normal((8, 1, 1024)) + offsets[:, None, None]
@@ -84,10 +108,11 @@ def test_near_tiles_of_bfloat16_have_the_sums_of_the_reference_when_interpreted(
     params = [SamplingParams(temperature=x) for x in temperatures]
     rates, lengths = settings_of(sampling_of(params)).rate, jnp.ones(8, jnp.int32)
 
-    def cells_of(logits):
-        return interpret(lambda *x: sum_tiles(*x, 0, BLOCKS), logits, rates, lengths)
+    def cells_of(logits, ptx):
+        blocks = Blocks(2, ptx=ptx)
+        return interpret(lambda *x: sum_tiles(*x, 0, blocks), logits, rates, lengths)
 
-    near, far = cells_of(logits), cells_of(logits.astype(jnp.float32))
+    near, far = cells_of(logits, ptx), cells_of(logits.astype(jnp.float32), ptx=False)
     for field in ("low", "high", "exponents"):
         got, expected = getattr(near, field)[:, 0], getattr(far, field)[:, 0]
         np.testing.assert_array_equal(got, expected, field)
@@ -112,6 +137,7 @@ def test_an_empty_residual_draws_from_the_target(draft, monkeypatch):
     tokens, positions = jnp.full((4, 1), 1050, jnp.int32), jnp.arange(4, dtype=jnp.int32)
     lengths, stops = jnp.ones(4, jnp.int32), jnp.full((4, 1), -1, jnp.int32)
     draft_logits = None if one_hot else logits[:, :1]
+    verify = functools.partial(verify_pallas, **STATIC, blocks=BLOCKS)
     got = interpret(verify, tokens, logits, lengths, stops, rows, positions, draft_logits)
     expected = sample_xla(
         *(logits[:, :1], rows, positions[:, None]),
@@ -124,29 +150,34 @@ def test_an_empty_residual_draws_from_the_target(draft, monkeypatch):
 
 @pytest.mark.parametrize("vocabulary", [128_256, 50_257])
 @pytest.mark.parametrize("draft", ["one-hot", "logits"])
-@pytest.mark.parametrize("tiles", [1, 4])
-def test_verification_on_a_gpu(draft, tiles, vocabulary):
+@pytest.mark.parametrize("blocks", [Blocks(1), Blocks(4), Blocks(4, ptx=True)], ids=str)
+def test_verification_on_a_gpu(draft, blocks, vocabulary):
     if reason := refuses_pallas():
         pytest.skip(reason)
     arguments = arguments_of(64, vocabulary, one_hot=draft == "one-hot")
-    run = jax.jit(functools.partial(verify_pallas, **STATIC, blocks=Blocks(tiles)))
+    run = jax.jit(functools.partial(verify_pallas, **STATIC, blocks=blocks))
     assert_verified(run(*arguments), arguments)
     arguments = (arguments[0], with_holes(arguments[1]), *arguments[2:])
     assert_verified(run(*arguments), arguments)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_draw_on_a_gpu(dtype):
+@pytest.mark.parametrize("ptx", [False, True])
+def test_a_draw_on_a_gpu(dtype, ptx):
     if reason := refuses_pallas():
         pytest.skip(reason)
     logits, *rest = far_logits(133_000)
     arguments = (logits.astype(dtype), *rest)
-    np.testing.assert_array_equal(jax.jit(draw)(*arguments), drawn(*arguments))
+    run = jax.jit(functools.partial(draw, blocks=Blocks(4, ptx=ptx)))
+    np.testing.assert_array_equal(run(*arguments), drawn(*arguments))
 
 
-@pytest.mark.parametrize(("draft", "launches"), [("one-hot", 3), ("logits", 5)])
-def test_launches_of_a_verification(draft, launches):
-    text = lower(functools.partial(verify_pallas, **STATIC), *shapes_of(draft, 128_256))
+@pytest.mark.parametrize(
+    ("draft", "launches", "ptx"), [("one-hot", 3, False), ("logits", 5, False), ("logits", 5, True)]
+)
+def test_launches_of_a_verification(draft, launches, ptx):
+    verify = functools.partial(verify_pallas, **STATIC, blocks=Blocks(4, ptx=ptx))
+    text = lower(verify, *shapes_of(draft, 128_256))
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == launches
 
 
