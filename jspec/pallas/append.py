@@ -26,8 +26,8 @@ from jspec.pallas.encode import (
     load_vector,
     refuses_encode,
 )
-from jspec.pallas.mosaic import WARPS, floor_power, refuses_pallas
-from jspec.sharding import opaque
+from jspec.pallas.mosaic import WARPS, floor_power, refuses_pallas, store
+from jspec.sharding import opaque, varying_axes
 from jspec.typing import Array
 
 
@@ -99,7 +99,7 @@ def append_encode_pallas(
 
         def write(ref, parts: list[Array]) -> None:
             for start, part in zip((0, half), parts, strict=True):
-                ref[pl.ds(start, half)] = part.astype(ref.dtype)
+                store(ref.at[pl.ds(start, half)], part.astype(ref.dtype))
 
         def append(index, carry):
             token = first_token + index
@@ -129,7 +129,7 @@ def append_encode_pallas(
                     value = vectors.at[pl.ds((group + 1) * size, value_size)]
                     layout = columns_layout().reduce(1)
                     value = plgpu.load(value, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
-                    values[row, slot, head] = value.astype(values.dtype)
+                    store(values.at[row, slot, head], value.astype(values.dtype))
 
             return carry
 
@@ -180,6 +180,8 @@ def refuses(q: Array, v: Array, qk_rope: QKRope, w: Array) -> str | None:
 
 
 def _supports(q, k, v, qk_rope, keys, values, codes, w, slots) -> str | None:
+    if axes := varying_axes((q, keys, codes, w)):
+        return f"arrays that vary over {sorted(axes)} of a mesh cannot be `jax.Ref`s of a kernel"
     return refuses(q, v, qk_rope, w) or refuses_pallas()
 
 

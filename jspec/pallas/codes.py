@@ -144,6 +144,15 @@ class Codes:
         return [head_scores(index) for index in range(self.heads)]
 
 
+def padded_slots(slots: int, per_word: int = 1) -> int:
+    """Slots that ``slots`` are padded to where ``per_word`` of them are one row of a tile.
+
+    Rows of a tile that is copied begin at multiples of 8. Only small or odd capacities are padded,
+    which copies the codes.
+    """
+    return max(-(-slots // (8 * per_word)) * 8, TILE) * per_word
+
+
 def refuses_codes(q_codes: Array, k_codes: Array) -> str | None:
     """Why the kernels cannot take these codes, or None."""
     if 0 in q_codes.shape or 0 in k_codes.shape:

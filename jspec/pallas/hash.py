@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.hash import hamming_sizes
-from jspec.pallas.codes import Codes, refuses_codes
+from jspec.pallas.codes import Codes, padded_slots, refuses_codes
 from jspec.pallas.inline import GPU, TILE, Inline, slot_layout
 from jspec.pallas.mosaic import floor_power, refuses_pallas
 from jspec.sharding import opaque
@@ -48,8 +48,8 @@ def hamming_pallas(
     ``inline``: `jspec.pallas.inline.INTERPRETED` for the interpreter.
     """
     sizes, slots = hamming_sizes(q_codes, k_codes), k_codes.shape[1]
-    if slots < TILE:
-        pad = [(0, 0), (0, TILE - slots), (0, 0)]
+    if padded := padded_slots(slots) - slots:
+        pad = [(0, 0), (0, padded), (0, 0)]
         k_codes = jnp.pad(k_codes, [*pad, (0, 0)])
         norms = None if norms is None else jnp.pad(norms, pad)
     codes = Codes.of(q_codes, k_codes)

@@ -25,7 +25,7 @@ from jspec.dispatch import Backend
 from jspec.gpu import multiprocessors
 from jspec.ops.hash import max_score
 from jspec.ops.hash_selection import hash_select_sizes
-from jspec.pallas.codes import Codes, refuses_codes
+from jspec.pallas.codes import Codes, padded_slots, refuses_codes
 from jspec.pallas.inline import GPU, TILE, Inline, code_layout, slot_layout
 from jspec.pallas.keys import MAX_CHUNK, Budget, Keys
 from jspec.pallas.mosaic import WARPS, Spread, floor_power, iota, load, refuses_pallas, store
@@ -67,8 +67,7 @@ def hash_select_pallas(
     blocks = blocks or SelectBlocks(**tuned.block("hash_select", "pallas", sizes))
     highest = max_score(q_codes, k_codes) + 1
     per_word = Keys(highest, slots, TILE, 4).per_word
-    # Whole words, and a tile at least: only small or odd capacities are copied.
-    padded = max(-(-slots // per_word) * per_word, per_word * TILE)
+    padded = padded_slots(slots, per_word)
     if padded > slots:
         k_codes = jnp.pad(k_codes, [(0, 0), (0, padded - slots), (0, 0), (0, 0)])
     codes = Codes.of(q_codes, k_codes)

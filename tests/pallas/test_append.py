@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 from jspec.ops.append import QKRope
 from jspec.ops.norm import RMS
-from jspec.pallas.append import AppendBlocks, append_encode_pallas, refuses
+from jspec.pallas.append import APPEND_ENCODE, AppendBlocks, append_encode_pallas, refuses
 from jspec.pallas.mosaic import refuses_pallas
 from tests.pallas.mosaic import interpret, lower
 from tests.triton.test_append import CASES, ENCODED, LARGE, arguments, assert_encoded, with_codes
@@ -35,6 +36,12 @@ def test_codes_equal_the_signs_on_a_gpu(case):
     assert_encoded(jax.jit(append_encode_pallas)(*operands), operands)
 
 
+@over_encoded
+def test_lowers(case, bits):
+    operands = with_codes(arguments(*CASES[case]), bits)
+    assert lower(append_encode_pallas, *operands).count("@mosaic_gpu_v2") == 1
+
+
 def test_is_one_launch_that_writes_in_place():
     text = lower(append_encode_pallas, *with_codes(arguments(*LARGE["qwen3"]), 128))
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1
@@ -55,3 +62,22 @@ def test_refuses_with_a_reason():
     assert "is not [B, T, K, 20]" in (refuses(q, v, rope(columns=24), w) or "")
     odd = refuses(q[..., :6], v, rope(columns=16), w[:, :6]) or ""
     assert "heads of 6 and values of 4 channels are not multiples of 8 and 4" in odd
+
+
+def test_refuses_arrays_that_vary_over_a_mesh():
+    operands = with_codes(arguments(*CASES["group-of-three"]), 64)
+    reasons = []
+
+    def check(*shards):
+        reasons.append(APPEND_ENCODE.supports(*shards))
+        return shards[0]
+
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    by_rows, whole = PartitionSpec("rows"), PartitionSpec()
+    specs = [by_rows] * len(operands)
+    specs[3] = jax.tree.map(lambda x: by_rows if x.ndim > 1 else whole, operands[3])
+    specs[7] = whole
+    jax.eval_shape(
+        jax.shard_map(check, mesh=mesh, in_specs=tuple(specs), out_specs=by_rows), *operands
+    )
+    assert "arrays that vary over ['rows'] of a mesh" in reasons[0]

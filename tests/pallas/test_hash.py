@@ -52,6 +52,11 @@ def test_codes_equal_the_reference_on_a_gpu(case):
     assert_equal(jax.jit(encode_pallas)(*case.arguments), HASH_ENCODE, case.arguments)
 
 
+@over_encoded
+def test_codes_lower(case):
+    assert lower(encode_pallas, *case.arguments).count("@mosaic_gpu_v2") == 1
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_codes_of_a_step_are_one_launch(dtype):
     q, k, w = (
@@ -89,11 +94,16 @@ def codes_like(batch, tokens, heads, kv_heads, slots, words):
     )
 
 
-@pytest.mark.parametrize(("words", "scaled"), [(1, False), (4, False), (8, True)])
+@over_scored
+def test_scores_lower(case):
+    assert lower(hamming_pallas, *case.arguments).count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(("words", "scaled"), [(4, False), (8, True)])
 def test_scores_are_one_launch(words, scaled):
-    codes = codes_like(8, 1, 32, 8, 32768, words)
+    codes = codes_like(8, 1, 8, 2, 32768, words)
     lengths = jax.ShapeDtypeStruct((8,), jnp.int32)
-    norms = jax.ShapeDtypeStruct((8, 32768, 8), jnp.float32) if scaled else None
+    norms = jax.ShapeDtypeStruct((8, 32768, 2), jnp.float32) if scaled else None
     text = lower(hamming_pallas, *codes, lengths, norms)
     assert text.count("stablehlo.custom_call") == 1
     assert "math.ctpop" in text

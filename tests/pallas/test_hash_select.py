@@ -62,6 +62,12 @@ def test_blocks_of_any_size_give_the_same_on_a_gpu():
         assert_equal(jax.jit(select)(*case.arguments), case.arguments, case.static)
 
 
+@over_cases
+def test_lowers(case):
+    select = functools.partial(hash_select_pallas, **case.static)
+    assert lower(select, *case.arguments).count("@mosaic_gpu_v2") == 2
+
+
 @pytest.mark.parametrize("heads", [2, pytest.param(32, marks=pytest.mark.slow)])
 def test_is_two_launches(heads):
     q, codes = (
