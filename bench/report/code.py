@@ -28,12 +28,20 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "hashes": {
         "pallas": ("pallas/hash*.py", "pallas/codes.py", "pallas/encode.py", "pallas/append.py"),
-        "cuda": ("cuda_ffi/hashed.py", "cuda_ffi/codes.py", "cuda_ffi/src/hashed/*"),
+        "cuda": (
+            "cuda_ffi/hashed.py",
+            "cuda_ffi/codes.py",
+            "cuda_ffi/src/hashed/*",
+            "cuda_ffi/src/codes/*",
+        ),
         "triton": ("triton/hash*.py", "triton/append_encode*.py"),
     },
     "attention": {
         "pallas": ("pallas/attention*.py", "pallas/gathered*.py", "pallas/matmul.py"),
-        "cuda": ("cuda_ffi/attention.py", "cuda_ffi/gathered.py", "cuda_ffi/src/attention/*"),
+        "cuda": (
+            *("cuda_ffi/attention.py", "cuda_ffi/gathered.py"),
+            *("cuda_ffi/src/attention/*", "cuda_ffi/src/gathered/*"),
+        ),
         "triton": ("triton/attention*.py", "triton/gathered*.py"),
     },
 }
