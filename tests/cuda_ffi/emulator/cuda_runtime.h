@@ -270,7 +270,11 @@ enum {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
-enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
+enum { cudaSharedmemCarveoutMaxShared = 100 };
 enum { cudaLaunchAttributeProgrammaticStreamSerialization };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 enum { cudaEnableDefault };

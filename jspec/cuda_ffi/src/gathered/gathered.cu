@@ -220,8 +220,12 @@ const char* launch_parts(Gathered g, Stream stream) {
   g.stages = std::max(kMinStages, std::min(g.stages, room));
   const int row_tiles = (g.tokens * g.group + kWarpRows * kTeam - 1) / (kWarpRows * kTeam);
   const int items = g.batch * g.parts * row_tiles * g.kv_heads;
-  return launch_behind(gathered_parts<kChannels, kTeam, kWarps>, (items + kTeams - 1) / kTeams,
-                       kWarps * 32, g.stages * stage_bytes + list_bytes, false, stream, g);
+  const auto kernel = gathered_parts<kChannels, kTeam, kWarps>;
+  // So that a multiprocessor has room for several blocks: the L1 cache has nothing to hold.
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                       cudaSharedmemCarveoutMaxShared);
+  return launch_behind(kernel, (items + kTeams - 1) / kTeams, kWarps * 32,
+                       g.stages * stage_bytes + list_bytes, false, stream, g);
 }
 
 template <int kChannels, int kWarps>
