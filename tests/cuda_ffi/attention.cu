@@ -28,7 +28,8 @@ bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels
     int last = -1;
     for (int i = 0; i < tokens; ++i) last = std::max(last, positions[row * tokens + i]);
     // What no query reads is NaN.
-    const size_t size = size_t(kv_heads) * channels, begin = (size_t(row) * slots + last + 1) * size;
+    const size_t size = size_t(kv_heads) * channels;
+    const size_t begin = (size_t(row) * slots + last + 1) * size;
     for (size_t i = begin; i < size_t(row + 1) * slots * size; ++i) k[i] = v[i] = 0x7fc0;
   }
   std::vector<uint16_t> out(q.size());

@@ -1,6 +1,6 @@
 // Launches gathered attention on random cases and compares with the same on the host: a program of
-// its own, so that compute-sanitizer has nothing else to look at. tests/cuda_ffi/test_driver.py runs
-// it.
+// its own, so that compute-sanitizer has nothing else to look at. Run by
+// tests/cuda_ffi/test_driver.py.
 #include <algorithm>
 #include <numeric>
 
@@ -77,13 +77,13 @@ bool run(const Sizes& s, bool per_head) {
   Device<float> partial_out(size_t(heads) * s.parts * rows * s.channels);
   const Gathered host{q.data(), k.data(), v.data(), positions.data(), selected.data(), tail.data(),
                       context_len.data(), counts.data(), out.data(), lse.data(), nullptr, nullptr,
-                      s.batch, s.slots, s.kv_heads, s.tokens, s.group, s.channels, lists, s.selected,
-                      s.tail, s.parts, s.stages, s.warps, 0.1f};
+                      s.batch, s.slots, s.kv_heads, s.tokens, s.group, s.channels, lists,
+                      s.selected, s.tail, s.parts, s.stages, s.warps, 0.1f};
   const Gathered device{d_q.data, d_k.data, d_v.data, d_positions.data, d_selected.data,
                         d_tail.data, d_context_len.data, d_counts.data, d_out.data, d_lse.data,
-                        partial_out.data, partial_sums.data, s.batch, s.slots, s.kv_heads, s.tokens,
-                        s.group, s.channels, lists, s.selected, s.tail, s.parts, s.stages, s.warps,
-                        0.1f};
+                        partial_out.data, partial_sums.data, s.batch, s.slots, s.kv_heads,
+                        s.tokens, s.group, s.channels, lists, s.selected, s.tail, s.parts,
+                        s.stages, s.warps, 0.1f};
   launched(gathered_attention_on_host(host, nullptr));
   launched(gathered_attention(device, nullptr));
   const bool good = near(d_out, out, 0.02f, wide) &&

@@ -326,7 +326,9 @@ template <typename... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Parameters&... arguments) {
   const std::lock_guard<std::mutex> lock(emulator::one_at_a_time);
-  if (int(config->dynamicSmemBytes) > emulator::shared_limit()) emulator::fail("too much shared memory");
+  if (int(config->dynamicSmemBytes) > emulator::shared_limit()) {
+    emulator::fail("too much shared memory");
+  }
   emulator::shared_bytes = static_cast<int>(config->dynamicSmemBytes);
   emulator::body = [&] { kernel(arguments...); };
   gridDim = config->gridDim, blockDim = config->blockDim;

@@ -306,8 +306,8 @@ __global__ void __launch_bounds__(Shape<kChannels>::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = Shape<kChannels>;
   extern __shared__ char memory[];
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(memory);
-  auto& shared = *reinterpret_cast<Shared<kChannels>*>((begin + kAlignment - 1) & ~(kAlignment - 1));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kAlignment - 1) & -kAlignment;
+  auto& shared = *reinterpret_cast<Shared<kChannels>*>(begin);
   if (threadIdx.x == 0) {
     barrier_init(&shared.last_full, 1);
     for (int i = 0; i < Shape::kStages; ++i) {

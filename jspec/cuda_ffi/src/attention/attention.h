@@ -1,5 +1,6 @@
-// Attention of up to 128 query rows per key-value head, of 64 or 128 channels: arguments and launch.
-// The arrays are those of jspec/ops/attention; queries, keys, values and outputs are bfloat16.
+// Attention of up to 128 query rows per key-value head, of 64 or 128 channels: arguments and
+// launch. The arrays are those of jspec/ops/attention; queries, keys, values and outputs are
+// bfloat16.
 #pragma once
 
 #include "attention/parts.h"

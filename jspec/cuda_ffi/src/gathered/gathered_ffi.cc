@@ -4,8 +4,8 @@
 
 namespace jspec {
 
-// The counts of lists are the last argument, if there are any. After output and log-sum-exp come two
-// arrays of partial results, which the kernels pass on.
+// The counts of lists are the last argument, if there are any. After output and log-sum-exp come
+// two arrays of partial results, which the kernels pass on.
 ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
                            ffi::RemainingRets results, float scale, int32_t parts,
                            int32_t stages, int32_t warps) {

@@ -22,7 +22,8 @@ struct StartedCopy {
   bool there;
 };
 
-inline std::vector<std::vector<StartedCopy>> copies[1024];  // groups of each thread; the last is open
+// The groups of each thread, of which the last is open.
+inline std::vector<std::vector<StartedCopy>> copies[1024];
 
 inline const bool has_copies = [] {
   emulator::resets.push_back([] {
@@ -68,9 +69,10 @@ void load_matrices(uint32_t (&to)[4], const void* row) {
     uint16_t values[2];
     for (int j = 0; j < 2; ++j) {
       const int outer = lane / 4, inner = 2 * (lane % 4) + j;
-      const void* from = rows[8 * i + (kTransposed ? inner : outer)];
+      const int number = kTransposed ? inner : outer, column = kTransposed ? outer : inner;
+      const void* from = rows[8 * i + number];
       if (shared_address(from) % 16) emulator::fail("a row of a matrix that is not aligned");
-      std::memcpy(&values[j], static_cast<const uint16_t*>(from) + (kTransposed ? outer : inner), 2);
+      std::memcpy(&values[j], static_cast<const uint16_t*>(from) + column, 2);
     }
     to[i] = uint32_t(values[1]) << 16 | values[0];
   }

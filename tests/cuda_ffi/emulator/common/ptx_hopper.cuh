@@ -110,7 +110,8 @@ inline void copy_tile(char* to, const CUtensorMap& from, int x, int y, int z, in
 
 template <bool kTransposed>
 void multiply(float (&sum)[32], const uint32_t (&a)[4], uint64_t b, bool adds) {
-  const auto fragments = emulator::warpgroup_values(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
+  using Fragment = std::array<uint32_t, 4>;
+  const auto fragments = emulator::warpgroup_values(Fragment{a[0], a[1], a[2], a[3]});
   StartedMatmul started_matmul{sum, {}, b, adds, kTransposed};
   const int first = threadIdx.x % kWarpgroup / 4 * 4;
   for (int quarter = 0; quarter < 4; ++quarter) {
