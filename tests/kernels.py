@@ -23,6 +23,17 @@ def takes(refuses: Callable[..., str | None], *arguments: int) -> Callable[[Case
     return is_case
 
 
+def long_codes(slots: int = 32768, heads: int = 32) -> tuple[jax.Array, ...]:
+    """Arguments of `hash_select` of 8 rows of 128 bits, as long as those of a benchmark."""
+    keys = jax.random.split(jax.random.key(0))
+    q, codes = (
+        jax.random.bits(key, (8, n, heads, 4), jnp.uint32)
+        for key, n in zip(keys, (1, slots), strict=True)
+    )
+    lengths = jnp.broadcast_to(slots - 1000 * jnp.arange(8, dtype=jnp.int32)[:, None], (8, heads))
+    return q, codes, jnp.full((8, heads), 512, jnp.int32), lengths
+
+
 def assert_greedy(got, arguments) -> None:
     """What a backend of `verify_greedy` gave is the reference's, bit for bit."""
     with jax.numpy_dtype_promotion("standard"):  # under x64 the reference's positions are int64

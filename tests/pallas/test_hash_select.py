@@ -12,6 +12,7 @@ from jspec.pallas import hash_select as module
 from jspec.pallas.hash_select import SelectBlocks, hash_select_pallas, refuses
 from jspec.pallas.inline import INTERPRETED
 from jspec.pallas.mosaic import refuses_pallas
+from tests.kernels import long_codes
 from tests.ops.backends import every_case
 from tests.pallas.mosaic import interpret, lower
 
@@ -78,6 +79,15 @@ def test_is_two_launches(heads):
     text = lower(select, q, codes, rows, rows)
     assert text.count("stablehlo.custom_call") == 2
     assert text.count("stablehlo.") == 2 + text.count("stablehlo.reshape")
+
+
+def test_long_rows_equal_the_reference_on_a_gpu():
+    """Of several chunks, each of several steps."""
+    if reason := refuses_pallas():
+        pytest.skip(reason)
+    arguments, static = long_codes(), {"k": 512, "sinks": 4, "recent": 64}
+    got = jax.jit(functools.partial(hash_select_pallas, **static))(*arguments)
+    assert_equal(got, arguments, static)
 
 
 def test_refuses_with_a_reason():

@@ -11,6 +11,7 @@ from jspec.ops.hash_selection import HASH_SELECT as OPERATION
 from jspec.triton import hash_select as module
 from jspec.triton.call import refuses_triton
 from jspec.triton.hash_select import SelectBlocks, hash_select_triton, refuses
+from tests.kernels import long_codes
 from tests.ops.backends import every_case
 from tests.triton.lowering import lower
 
@@ -46,6 +47,15 @@ def test_is_two_launches():
     text = lower(select, q, codes, rows, rows)
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == 2
     assert text.count("stablehlo.") == 2
+
+
+def test_long_rows_equal_the_reference_on_a_gpu():
+    """Of several chunks, each of several steps."""
+    if reason := refuses_triton():
+        pytest.skip(reason)
+    arguments, static = long_codes(), {"k": 512, "sinks": 4, "recent": 64}
+    got = jax.jit(functools.partial(hash_select_triton, **static))(*arguments)
+    assert_equal(got, arguments, static)
 
 
 def test_refuses_with_a_reason():
