@@ -32,7 +32,7 @@ from jspec.pallas.mosaic import (
     store,
     tile_layout,
 )
-from jspec.sharding import opaque
+from jspec.sharding import opaque, varying_axes
 from jspec.typing import Array
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -320,6 +320,8 @@ def _supports(draft_tokens, logits, draft_lengths, stop_tokens, *rest) -> str | 
         return f"logits {logits.shape} have more elements than int32 counts"
     if (stops := stop_tokens.shape[1]) > verify.MAX_STOPS:
         return f"{stops} stop tokens a row are over {verify.MAX_STOPS}"
+    if axes := varying_axes((draft_tokens, logits, draft_lengths, stop_tokens, rest)):
+        return f"arrays vary over the mesh axes {sorted(axes)}; it writes none of those in place"
     return refuses_pallas()
 
 

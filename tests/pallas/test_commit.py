@@ -79,3 +79,41 @@ def test_refuses_more_stop_tokens_than_it_unrolls():
     draft, logits, stops = np.zeros((3, 1)), np.zeros((3, 2, 9), np.float32), np.zeros((3, 33))
     reason = module.VERIFY_AND_COMMIT.supports(draft, logits, stops[:, 0], stops)
     assert reason == "33 stop tokens a row are over 32"
+
+
+def test_refuses_rows_that_devices_share():
+    """Mosaic takes no reference to an array that varies over a manual axis."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    case = next(case for case in OPERATION.cases() if case.name == "small")
+    reasons = []
+
+    def run(*arguments):
+        reasons.append(module.VERIFY_AND_COMMIT.supports(*arguments))
+        return arguments[0]
+
+    by_row = jax.sharding.PartitionSpec("x")
+    jax.eval_shape(
+        jax.shard_map(run, mesh=mesh, in_specs=by_row, out_specs=by_row), *case.arguments
+    )
+    assert reasons == ["arrays vary over the mesh axes ['x']; it writes none of those in place"]
+
+
+def test_steps_of_a_scan_write_in_place():
+    """As a chunk of decoding calls it: its rows are the carry."""
+    case = next(case for case in OPERATION.cases() if case.name == "odd")
+
+    def scanned(run, *arguments):
+        *fixed, tokens, cached, done = arguments
+
+        def step(rows, _):
+            *_, committed, tokens, cached, done = run(*fixed, *rows)
+            return (tokens, cached, done), committed
+
+        return jax.lax.scan(step, (tokens, cached, done), None, length=3)
+
+    run = functools.partial(scanned, commit_pallas)
+    expected = jax.jit(functools.partial(scanned, OPERATION.backend("xla").run))(*case.arguments)
+    got = interpret(run, *case.arguments)
+    for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(have, want)
+    assert lower(run, *case.arguments).count("#stablehlo.output_operand_alias<") == 3

@@ -123,7 +123,6 @@ def shapes(heads, kv_heads, tokens, lead, size=128, dtype="bfloat16", chosen=819
     ("heads", "tokens", "lead", "size", "together"),
     [
         ((32, 8), 1, (), 128, 8),
-        ((32, 32), 1, (), 128, 8),
         ((32, 8), 10, (), 128, 1),
         ((32, 32), 1, (32,), 128, 1),
         ((9, 3), 6, (), 64, 1),
