@@ -214,7 +214,7 @@ SUITE = suite_of(
         choices=CHOICES,
         complete=checked,
         gpu=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head", "S=32K,n=2K"],
-        quick=["", "S=32K,n=512,heads=32/32,indices=per-head"],
+        quick=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head"],
         cpu=["B=1,S=8K,n=512", "B=1,S=8K,n=512,heads=32/32,indices=per-head"],
     ),
     _scored(SCORED, scored_setup),

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import os
-import queue
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.checks import one_each
+from jspec.decode.checks import check_requests, one_each
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
-from jspec.decode.generation import generate
-from jspec.decode.options import DecodeOptions, check_names
+from jspec.decode.engine import Engine
+from jspec.decode.options import DecodeOptions, ResolvedOptions, check_names
+from jspec.decode.request import Request
+from jspec.decode.rows import power_of_two, stops_of
 from jspec.decode.score import score_top_tokens
 from jspec.decode.settings import check_draft, check_target
-from jspec.decode.state import Models
 from jspec.dispatch import Backends
 from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
@@ -30,6 +38,10 @@ from jspec.policies import Dense, Policy
 from jspec.policies.hata import with_hashes
 from jspec.typing import Model
 
+LEAST_ROOM = 512  # positions of an engine
+STOP_TOKENS = 16  # of a request, that an engine has room for at least
+QUICK = 2.0  # seconds without a bar of progress
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -40,6 +52,7 @@ class Completion:
         tokens: all generated token ids.
         finished: ``stop`` or ``length``.
         seed: seed that reproduces a sampled answer.
+        steps: verification steps that its tokens took.
         logprobs: for each token a dict from token ids to log-probabilities, natural logs: the token
             itself, then the most likely tokens at its place, as many as requested, the likeliest
             first. They are laid out as vLLM's, with a number in place of a ``Logprob``. None unless
@@ -50,18 +63,23 @@ class Completion:
     tokens: tuple[int, ...]
     finished: str
     seed: int
+    steps: int
     logprobs: tuple[dict[int, float], ...] | None = None
 
 
 class LLM:
     """A model with its tokenizer: ``LLM("path/to/model").generate("Once upon a time")[0].text``.
 
+    Prompts decode by `jspec.Engine`: an answer that ends makes room for the next prompt. One engine
+    serves single prompts and streams, one of ``batch`` slots all other calls; they are made when
+    first needed, and again for longer requests. Threads may share an `LLM`.
+
     Args:
         model: a directory or GGUF file, as in `load_model`, a model, or None for the bundled model.
         tokenizer: the tokenizer; None loads that of the directory or file.
         chat_template: the template of `chat`, or its source; None loads that of the directory or
             file.
-        batch: prompts decoded at a time.
+        batch: prompts decoded at a time, where there are several.
         **options: the drafter, gamma and other options of decoding: `DecodeOptions`.
 
     Raises:
@@ -99,17 +117,15 @@ class LLM:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._batch = batch
+        self._engines: dict[int, Engine] = {}  # by slots
+        self._lock = threading.RLock()  # an engine is for one thread at a time
         policy_params = options.get("policy_params")
         if policy_params is None:
             policy_params = self._arrays(draft, target, path)
+        options = {**options, "draft": draft, "policy_params": policy_params}
         # What a drafter makes of the model is made once.
-        draft_model = draft.prepare(Models(model, options.get("draft_model"))).draft
-        self._options: DecodeOptions = {
-            **options,
-            "draft": draft,
-            "draft_model": draft_model,
-            "policy_params": policy_params,
-        }
+        self._models = ResolvedOptions.of(model, options).models
+        self._options: DecodeOptions = {**options, "draft_model": self._models.draft}
 
     def _arrays(self, draft: Drafter, target: Policy, path: Path | None) -> Any:
         """The arrays of the policy in use, computed from a text that ships with jspec.
@@ -197,7 +213,7 @@ class LLM:
     ) -> Iterator[str]:
         """Stream the text of one answer while it is decoded.
 
-        Closing the iterator ends decoding after the current chunk.
+        Reading it decodes. Closing the iterator ends decoding.
 
         Args:
             prompt: a prompt as in `generate`, or the messages of a conversation.
@@ -215,36 +231,20 @@ class LLM:
             raise TypeError(f"{next(iter(settings))}= is for conversations; the prompt is none")
         else:
             ids = encode_prompt(self.tokenizer, any_prompt)
-        pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
-        closed = threading.Event()
-        row = self._row(ids, params, _texts(stop))
+        pieces: collections.deque[str] = collections.deque()
+        answer = _Answer(self._row(ids, params, _texts(stop)), pieces.append)
         params = with_stops(params, _texts(stop), self.tokenizer)
-
-        def on_tokens(_: int, tokens: tuple[int, ...]) -> int | None:
-            text, end = row.take(tokens)
-            pieces.put(text)
-            return 0 if closed.is_set() else end
-
-        def decode() -> None:
-            try:
-                generate(self.model, [ids], params, on_tokens=on_tokens, **self._options)
-                pieces.put(row.close())
-                pieces.put(None)
-            except BaseException as error:  # raised again where the text is read
-                pieces.put(error)
-
-        # Decoding runs ahead of the caller; once closed it ends after the current chunk.
-        thread = threading.Thread(target=decode, daemon=True)
-        thread.start()
+        (request,) = self._submitted([ids], one_each(params, 1), [answer])
         try:
-            while (piece := pieces.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise piece
-                if piece:
-                    yield piece
+            while request.finished is None:
+                while pieces:
+                    yield pieces.popleft()
+                self._step(request)
+            answer.close(request)
+            yield from pieces
         finally:
-            closed.set()
-            thread.join()
+            with self._lock:
+                request.cancel()
 
     def encode_chat(self, messages: Sequence[Message], /, **settings: Any) -> list[int]:
         """Convert a conversation to token ids, with the start of the model's answer.
@@ -279,44 +279,85 @@ class LLM:
             for sample in range(n)
         ]
         ids = [prompt for prompt in prompts for _ in range(n)]
-        completions: list[Completion] = []
-        for begin in range(0, len(ids), self._batch):
-            part = slice(begin, begin + self._batch)
-            completions += self._answer(ids[part], params[part], stop, top)
-        return completions
-
-    def _answer(self, prompts, params, stop, top: int | None) -> list[Completion]:
-        """Completions of one batch.
-
-        ``top``: how many of the likeliest tokens to give for each token; None for no
-        log-probabilities.
-        """
-        rows = [self._row(ids, p, stop) for ids, p in zip(prompts, params, strict=True)]
+        answers = [_Answer(self._row(*row, stop)) for row in zip(ids, params, strict=True)]
         params = [with_stops(p, stop, self.tokenizer) for p in params]
+        requests = self._submitted(ids, params, answers)
+        try:
+            with _progress(requests) as show:
+                for request in requests:
+                    while request.finished is None:
+                        self._step(request)
+                        show()
+        except BaseException:
+            with self._lock:
+                for request in requests:
+                    request.cancel()
+            raise
+        completions = [x.close(request) for x, request in zip(answers, requests, strict=True)]
+        return completions if top is None else self._scored(ids, completions, top)
 
-        def on_tokens(row: int, tokens: tuple[int, ...]) -> int | None:
-            return rows[row].take(tokens)[1]
+    def _submitted(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        answers: Sequence[_Answer],
+    ) -> list[Request]:
+        """Requests of an engine with room for them; none where one of them is refused."""
+        check_requests(self._models, [np.asarray(ids) for ids in prompts], params)
+        positions = max(len(x) + p.max_new_tokens for x, p in zip(prompts, params, strict=True))
+        ends = self.model.config.stop_tokens
+        stops = max(len(stops_of(p, ends)) for p in params)
+        requests: list[Request] = []
+        with self._lock:
+            engine = self._engine(1 if len(prompts) == 1 else self._batch, positions, stops)
+            try:
+                for ids, one, answer in zip(prompts, params, answers, strict=True):
+                    requests.append(engine.submit(ids, one, on_tokens=answer.take))
+            except BaseException:
+                for request in requests:
+                    request.cancel()
+                raise
+        return requests
 
-        output = generate(self.model, prompts, params, on_tokens=on_tokens, **self._options)
-        for row in rows:
-            row.close()
-        completions = [
-            Completion(row.text, tokens, "stop" if row.stopped else why, seed)
-            for row, tokens, why, seed in zip(
-                rows, output.tokens, output.finished, output.seeds, strict=True
-            )
-        ]
-        return completions if top is None else self._scored(prompts, completions, top)
+    def _engine(self, slots: int, positions: int, stops: int) -> Engine:
+        """The engine of ``slots``, made anew where it has no room or is of weights from before."""
+        engine = self._engines.get(slots)
+        if engine is not None and engine.is_current:
+            if engine.capacity >= positions and engine.stop_tokens >= stops:
+                return engine
+            positions, stops = max(positions, engine.capacity), max(stops, engine.stop_tokens)
+        # Its memory is free for the next one, unless a stream reads from it.
+        engine = self._engines.pop(slots, None)
+        del engine
+        made = Engine(
+            self.model,
+            slots=slots,
+            capacity=_room(positions),
+            stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
+            **self._options,
+        )
+        return self._engines.setdefault(slots, made)
+
+    def _step(self, request: Request) -> None:
+        """Drive the engine of a request that has not ended."""
+        with self._lock:
+            if request.finished is None:
+                request.step()
 
     def _scored(self, prompts, completions: list[Completion], top: int) -> list[Completion]:
         """``completions`` with log-probabilities."""
-        scores = score_top_tokens(
-            self.model,
-            [[*ids, *one.tokens] for ids, one in zip(prompts, completions, strict=True)],
-            top,
-            backends=self._options.get("backends", Backends()),
-            exact=self._options.get("exact", False),
-        )
+        texts = [[*ids, *one.tokens] for ids, one in zip(prompts, completions, strict=True)]
+        scores, size = [], 1 if len(texts) == 1 else self._batch
+        for begin in range(0, len(texts), size):
+            part = texts[begin : begin + size]
+            filled = part + [part[0]] * (size - len(part))  # so that a program serves all calls
+            scores += score_top_tokens(
+                self.model,
+                filled,
+                top,
+                backends=self._options.get("backends", Backends()),
+                exact=self._options.get("exact", False),
+            )[: len(part)]
         scored = []
         for score, one in zip(scores, completions, strict=True):
             begin = len(score.logprobs) - len(one.tokens)
@@ -342,6 +383,66 @@ class LLM:
     def _row(self, prompt: Sequence[int], params: SamplingParams, stop: tuple[str, ...]) -> RowText:
         ends = () if params.ignore_eos else self.model.config.stop_tokens
         return RowText(self.tokenizer, stop, ends, prompt)
+
+
+class _Answer:
+    """The text of a request's tokens, up to a stop text.
+
+    Args:
+        row: decodes the tokens.
+        show: called with each piece of the text.
+    """
+
+    def __init__(self, row: RowText, show: Callable[[str], None] = lambda text: None):
+        self._row, self._show = row, show
+
+    def take(self, tokens: tuple[int, ...]) -> int | None:
+        """The callback of the request."""
+        text, end = self._row.take(tokens)
+        if text:
+            self._show(text)
+        return end
+
+    def close(self, request: Request) -> Completion:
+        """The completion of the request, which has ended; raises what ended it by an error."""
+        if request.error is not None:
+            raise request.error
+        if text := self._row.close():
+            self._show(text)
+        why = "stop" if self._row.stopped else request.finished
+        seed = request.params.seed
+        assert why is not None
+        assert seed is not None
+        return Completion(self._row.text, request.tokens, why, seed, request.steps)
+
+
+def _room(positions: int) -> int:
+    """Positions of an engine for requests of so many: an eighth of a power of two more at most."""
+    eighth = max(power_of_two(positions), LEAST_ROOM) // 8
+    return -(-max(positions, LEAST_ROOM) // eighth) * eighth
+
+
+@contextlib.contextmanager
+def _progress(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
+    """Yields what shows how many requests have ended, on a terminal, where it takes long."""
+    begin, bars = time.monotonic(), None
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+    def show() -> None:
+        nonlocal bars
+        if bars is None and sys.stderr.isatty() and time.monotonic() - begin > QUICK:
+            bars = Progress(*columns, console=Console(stderr=True), transient=True)
+            bars.add_task("", total=len(requests))
+            bars.start()
+        if bars is not None:
+            ended = sum(request.finished is not None for request in requests)
+            bars.update(bars.task_ids[0], completed=ended)
+
+    try:
+        yield show
+    finally:
+        if bars is not None:
+            bars.stop()
 
 
 def _is_listing(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """`LLM`: text and conversations in, text out, by the first layers of the bundled model."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 
 import jspec
 from jspec.decode.score import score_top_tokens
+from jspec.llm import _room
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate
 from jspec.models.tokenizer import Tokenizer
@@ -62,21 +64,95 @@ def test_a_stream_is_the_text_in_pieces(llm, plain):
     assert "".join(llm.stream(CODE, SHORT, stop=text[4:8])) == text[: text.index(text[4:8])]
 
 
-def test_a_stream_may_be_closed_and_its_errors_reach_the_reader(llm, monkeypatch):
-    decoded = []
-
-    def generate(*arguments, **settings):
-        decoded.append(jspec.generate(*arguments, **settings))
-
-    monkeypatch.setattr("jspec.llm.generate", generate)
+def test_a_stream_may_be_closed_and_its_errors_reach_the_reader(llm):
     stream = llm.stream(CODE, jspec.SamplingParams(max_new_tokens=1000))
     assert next(stream)
+    engine = llm._engines[1]
+    before = engine.stats.committed
+    assert engine.busy
     stream.close()
-    (ended,) = decoded
-    assert ended.finished == ("stop",)
-    assert ended.stats.committed < 500
+    assert not engine.busy
+    assert engine.stats.committed - before < 500
     with pytest.raises(ValueError, match="exceeds the context"):
         list(llm.stream(CODE, jspec.SamplingParams(max_new_tokens=10**6)))
+
+
+def test_streams_and_calls_take_turns(llm, plain):
+    text = llm.tokenizer.decode(plain)
+    streams = [llm.stream(CODE, SHORT) for _ in range(2)]
+    parts = [next(stream) for stream in streams]
+    assert llm.generate(CODE, SHORT)[0].text == text
+    assert [part + "".join(stream) for part, stream in zip(parts, streams, strict=True)] == [
+        text
+    ] * 2
+
+
+def test_threads_share_a_model(llm, plain):
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(lambda _: "".join(llm.stream(CODE, SHORT)), range(3)))
+    assert texts == [llm.tokenizer.decode(plain)] * 3
+
+
+def test_no_number_of_prompts_and_no_length_compiles_again(llm):
+    lengths = [12, 1, 5, 3, 9, 2, 7, 4, 6, 8, 10]
+    params = [jspec.SamplingParams(max_new_tokens=x) for x in lengths]
+    prompts = [CODE[: 5 + i] for i in range(len(lengths))]
+    whole = llm.generate(prompts, params)
+    assert [len(one.tokens) for one in whole] == lengths
+    assert all(1 <= one.steps <= len(one.tokens) for one in whole)
+    engine = llm._engines[8]
+    compiled = engine.stats.compilations
+    part = llm.generate(prompts[3:8], params[3:8])
+    assert [one.tokens for one in part] == [one.tokens for one in whole[3:8]]
+    assert llm._engines[8] is engine
+    assert engine.stats.compilations == compiled
+
+
+def test_a_longer_request_gets_more_room(short_bundled, llm):
+    other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=None)
+    other.generate("x = ", SHORT)
+    small = other._engines[1]
+    long = jspec.SamplingParams(max_new_tokens=600, stop_tokens=tuple(range(200, 230)))
+    assert len(other.generate("x = ", long)[0].tokens) <= 600
+    large = other._engines[1]
+    assert large.capacity > small.capacity
+    assert large.stop_tokens >= 30
+    other.generate("x = ", SHORT)
+    assert other._engines[1] is large
+
+
+def test_replaced_weights_decode(llm):
+    model = Script([1, 2, 3])
+    other = jspec.LLM(model, tokenizer=llm.tokenizer, draft=None)
+    short = jspec.SamplingParams(max_new_tokens=3)
+    assert other.generate([1], short)[0].tokens == (2, 3, 1)
+    model.following.set_value(Script([1, 3, 2]).following.get_value())
+    assert other.generate([1], short)[0].tokens == (3, 2, 1)
+
+
+def test_a_refused_prompt_leaves_no_other_one_behind(llm):
+    llm.generate([CODE, "x = "], SHORT)
+    with pytest.raises(ValueError, match=r"prompt 1: the prompt has .* exceeds the context"):
+        llm.generate([CODE, "x = "], [SHORT, jspec.SamplingParams(max_new_tokens=10**6)])
+    assert not llm._engines[8].busy
+
+
+def test_an_error_while_text_is_made_ends_all(llm, monkeypatch):
+    def take(self, tokens):
+        raise OSError("no text")
+
+    monkeypatch.setattr("jspec.models.text.RowText.take", take)
+    with pytest.raises(OSError, match="no text"):
+        llm.generate([CODE, "x = "], SHORT)
+    monkeypatch.undo()
+    assert not llm._engines[8].busy
+    assert len(llm.generate([CODE, "x = "], SHORT)) == 2
+
+
+def test_rooms_are_few_and_not_much_larger(llm):
+    rooms = {positions: _room(positions) for positions in range(1, 9000, 7)}
+    assert all(p <= room <= max(1.25 * p, 512) for p, room in rooms.items())
+    assert len(set(rooms.values())) < 20
 
 
 def test_text_ends_before_a_stop_text(llm, plain):

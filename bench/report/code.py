@@ -27,7 +27,10 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "triton": ("triton/stochastic*.py", "triton/sample*.py", "triton/distribution*.py"),
     },
     "hashes": {
-        "pallas": ("pallas/hash*.py", "pallas/codes.py", "pallas/encode.py", "pallas/append.py"),
+        "pallas": (
+            *("pallas/hash*.py", "pallas/codes.py", "pallas/encode.py", "pallas/append.py"),
+            *("pallas/inline.py", "pallas/keys.py"),
+        ),
         "cuda": (
             "cuda_ffi/hashed.py",
             "cuda_ffi/codes.py",

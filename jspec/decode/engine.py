@@ -90,7 +90,7 @@ class Engine:
                 f"stop_tokens={stop_tokens} must be at least {len(self._ends)}, which are the "
                 "model's own"
             )
-        self._max_stop_tokens = stop_tokens
+        self.stop_tokens = stop_tokens
         models = model, options.get("draft_model")
         # Of Flax modules, whose values a trainer replaces in place.
         variables = [x for _, x in nnx.iter_graph(models) if isinstance(x, nnx.Variable)]
@@ -133,7 +133,7 @@ class Engine:
             RuntimeError: The engine has ended, or the weights of its model were replaced.
         """
         self._check_open()
-        if any(variable.get_raw_value() is not value for variable, value in self._weights):
+        if not self.is_current:
             raise RuntimeError(
                 "the weights of the model were replaced after the engine was made, which decodes "
                 "with those from before; make a new Engine"
@@ -149,10 +149,10 @@ class Engine:
                 "lower max_new_tokens, or make the engine with a larger capacity"
             )
         stops = stops_of(params, self._ends)
-        if len(stops) > self._max_stop_tokens:
+        if len(stops) > self.stop_tokens:
             raise ValueError(
                 f"the request has {len(stops)} stop tokens, the model's included, and the engine "
-                f"room for stop_tokens={self._max_stop_tokens}; make it with more"
+                f"room for stop_tokens={self.stop_tokens}; make it with more"
             )
         request = Request(ids.astype(np.int32), params, stops, on_tokens, self)
         self._scheduler.add(request)
@@ -204,6 +204,12 @@ class Engine:
         (ids,) = as_ids([tokens])
         if not self._scheduler.prefill.drop(ids):
             raise ValueError(f"no prefix of these {len(ids)} tokens is shared; share_prefix does")
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it takes requests: it has not ended, and decodes with its model's weights."""
+        replaced = any(variable.get_raw_value() is not x for variable, x in self._weights)
+        return not self._is_closed and not replaced
 
     @property
     def busy(self) -> bool:

@@ -167,7 +167,7 @@ def _generation(runner: Runner, requests: Sequence[Request], prompt_tokens: int)
         finished=tuple(request.finished or "interrupted" for request in requests),
         seeds=tuple(x.params.seed for x in requests if x.params.seed is not None),
         stats=runner.stats(len(requests), prompt_tokens),
-        steps=tuple(request._steps for request in requests),
+        steps=tuple(request.steps for request in requests),
     )
 
 

@@ -28,6 +28,7 @@ class Request:
             callback raised ``error``) or ``interrupted`` (the engine ended).
         error: What its callback raised, or what ended the engine.
         prompt_tokens: Tokens of its prompt.
+        steps: Verification steps of its tokens.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Request:
         self._stops, self._on_tokens = frozenset(stops), on_tokens
         self._tokens: list[int] = []
         self._offered: tuple[int, ...] = ()  # what the running callback was called with
-        self._steps = 0  # verification steps of its tokens
+        self.steps = 0
 
     def __repr__(self) -> str:
         state = self.finished or "in the engine"
@@ -76,9 +77,14 @@ class Request:
                 at += 1
             if self._engine is None:
                 break
-            self._engine.step()
+            self.step()
         if self.error is not None:
             raise self.error
+
+    def step(self) -> None:
+        """`Engine.step`, unless the request has ended."""
+        if self._engine is not None:
+            self._engine.step()
 
     def result(self) -> tuple[int, ...]:
         """All tokens; drives the engine until the request has ended.

@@ -212,7 +212,7 @@ class Runner:
             after[[*live]] = [len(request._tokens) for request in live.values()]
             steps = self._tally.add(record, after - before)
             for slot, request in live.items():
-                request._steps += int(steps[slot])
+                request.steps += int(steps[slot])
         self.chunks.running.pop(0)
         ended = tuple(request for request in live.values() if request.finished is not None)
         for request in ended:
