@@ -1,7 +1,6 @@
 """Stochastic verification on Mosaic GPU: one pass over the logits, then few tiles again.
 
-The residual of a draft with logits reads both tiles of the rejected position again. XLA writes the
-committed blocks.
+The residual of a draft with logits reads both tiles of the rejected position again.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from jspec.ops import uint64
 from jspec.ops.distribution import ONE, Settings
 from jspec.ops.sample import Role
 from jspec.ops.sampling_limits import refuses_one_pass
-from jspec.ops.verify import commit
+from jspec.ops.verify import greedy_sizes, verified_like
 from jspec.ops.vocabulary import TILE, Axes, Vocabulary
+from jspec.pallas import verify
 from jspec.pallas.distribution import (
     SCALE_WORDS,
     Cells,
@@ -48,16 +48,20 @@ from jspec.pallas.distribution import (
     width_of,
     write_scale,
 )
-from jspec.pallas.mosaic import WARPS, Spread, iota, load, refuses_pallas
+from jspec.pallas.mosaic import WARPS, Spread, iota, largest, load, refuses_pallas
 from jspec.pallas.sample import Blocks, blocks_for, sum_tiles
 from jspec.typing import Array
 
 
 class Rows(NamedTuple):
-    """What each row brings: arguments of `verify_pallas`, arrays or their refs."""
+    """What each row brings: arguments of `verify_pallas`, arrays or their refs.
+
+    ``stops`` is None where no row has a stop token: an array without elements has no pointer.
+    """
 
     tokens: Any
     lengths: Any
+    stops: Any
     rates: Any
     seeds: Any
     positions: Any
@@ -236,31 +240,23 @@ class Kernels:
         accepts: Array,
         residuals: tuple[Array, Array] | None,
     ) -> tuple[Array, ...]:
-        """How many draft tokens are accepted, int32 ``[B]``, and the token that follows them.
-
-        A program each row.
-        """
+        """The fields of `Verified`. A program each row."""
         gamma, vocabulary, guard, spread = self.gamma, self.vocabulary, self.guard, self.spread
         of_row = Spread(self.width, warps=WARPS)
+        piece = Spread(verify.blocks_for(greedy_sizes(rows.tokens)).piece)
 
-        def body(rows, target, draft, accepts, residuals, accepted_out, following_out):
+        def body(rows, target, draft, accepts, residuals, *outputs):
             row = lax.axis_index("program")
             length = jnp.minimum(rows.lengths[row], gamma)
             accepted, rate = self.accepted(accepts, row, length), rows.rates[row]
-            accepted_out[row] = accepted
             rejected = accepted < length
             at, last = row * (gamma + 1) + accepted, jnp.minimum(accepted, gamma - 1)
             role = jnp.where(rejected, jnp.int32(Role.RESIDUAL), jnp.int32(Role.BONUS))
             drawn = number(rows.seeds, row, rows.positions[row] + accepted, role)
             certain = read_scale(target.scales, at).certain
 
-            @pl.when(certain >= 0)
-            def _():
-                following_out[row] = certain
-
-            @pl.when(certain < 0)
-            def _():
-                masses, sums, shift, largest = read_masses(target.cells, at, vocabulary, guard)
+            def draw() -> Array:
+                masses, sums, shift, top = read_masses(target.cells, at, vocabulary, guard)
                 without = jnp.int32(-1)
                 if draft is None:
                     # The residual is the target's distribution but for the draft token, whose
@@ -287,7 +283,7 @@ class Kernels:
                     x, first = load_tile(target.logits, at, tile, spread, vocabulary)
                     is_draft = (first + iota(spread) == without) & uses_residual
                     weights = jnp.where(is_draft, 0, far_weights(x, rate, exponent))
-                    down = (largest - exponent).astype(jnp.uint32) + guard
+                    down = (top - exponent).astype(jnp.uint32) + guard
                     return count_reached(weights, iota(spread), left, down)
 
                 def of_residual():
@@ -299,9 +295,23 @@ class Kernels:
                     count = of_target()
                 else:
                     count = lax.cond(uses_residual, of_residual, of_target)
-                following_out[row] = first_token(tile, vocabulary) + count
+                return first_token(tile, vocabulary) + count
 
-        out = [jax.ShapeDtypeStruct((self.batch,), jnp.int32)] * 2
+            following = lax.cond(certain >= 0, lambda: certain, draw)
+            tokens = verify.TokenRefs(rows.tokens, None, rows.lengths, rows.stops)
+            stop_ids, pieces = tokens.stop_ids(row), []
+            event = jnp.int32(2) + verify.is_stop(following, stop_ids)
+            for place, index in verify.piece_slices(row, gamma, piece):
+                drafted = load(rows.tokens.at[place], piece)
+                committed = jnp.where(index == accepted, following, drafted)
+                pieces.append((place, index, drafted, committed))
+                is_stop = verify.is_stop(committed, stop_ids)
+                of_piece = verify.events(index, index >= accepted, is_stop, gamma)
+                event = jnp.maximum(event, largest(of_piece))
+            block = verify.Row(row, length, stop_ids, following, pieces)
+            verify.write_row(block, event, lambda _: following, outputs)
+
+        out = verified_like(rows.tokens)
         return launch(body, out, self.batch, rows, target, draft, accepts, residuals)
 
 
@@ -322,7 +332,8 @@ def verify_pallas(
     """The Pallas backend of `jspec.ops.stochastic.verify_stochastic`: the fields of `Verified`."""
     blocks = blocks or blocks_for(target_logits)
     kernels = Kernels(target_logits, draft_logits, ptx=blocks.ptx)
-    rows = Rows(draft_tokens, draft_lengths, settings.rate, settings.seeds, positions)
+    stops = stop_tokens if stop_tokens.size else None
+    rows = Rows(draft_tokens, draft_lengths, stops, settings.rate, settings.seeds, positions)
 
     def source(logits: Array, bonus_positions: int) -> Source:
         cells = sum_tiles(logits, rows.rates, draft_lengths, bonus_positions, blocks)
@@ -333,8 +344,7 @@ def verify_pallas(
         draft = source(draft_logits, 0)
     accepts, target, draft = kernels.judge(rows, target, draft)
     residuals = None if draft is None else kernels.residual(rows, target, draft, accepts)
-    accepted, following = kernels.finish(rows, target, draft, accepts, residuals)
-    return commit(draft_tokens, draft_lengths, accepted, following, stop_tokens)
+    return kernels.finish(rows, target, draft, accepts, residuals)
 
 
 def supports(
@@ -359,9 +369,7 @@ def supports(
         filtered=filtered,
         rule=rule,
     )
-    if reason is None and draft_tokens.size == 0:
-        reason = "gamma=0 leaves nothing to verify; sample draws such a token"
-    return reason or refuses_pallas()
+    return reason or verify.refuses(draft_tokens, stop_tokens) or refuses_pallas()
 
 
 VERIFY = Backend("pallas", verify_pallas, supports)

@@ -84,13 +84,15 @@ def with_holes(logits: jax.Array) -> jax.Array:
 
 
 def arguments_of(count: int, vocabulary: int, *, one_hot: bool, dtype: str = "bfloat16") -> tuple:
-    """Operands of the backends: rows of all settings, drafts of every length."""
+    """Operands of the backends: rows of all settings, drafts of every length, and every other
+    row's first draft token is a stop token."""
     args = drafted(count, vocabulary, PLAIN, one_hot=one_hot, dtype=dtype)
+    tokens = args["draft_tokens"]
     return (
-        args["draft_tokens"],
+        tokens,
         args["target_logits"],
         args["draft_lengths"],
-        args["stop_tokens"],
+        args["stop_tokens"].at[1::2, 0].set(tokens[1::2, 0]),
         settings_of(args["sampling"]),
         args["positions"],
         args.get("draft_logits"),

@@ -135,7 +135,7 @@ def test_an_empty_residual_draws_from_the_target(draft, monkeypatch):
     logits = jnp.asarray(logits, jnp.bfloat16)
     rows = settings_of(sampling_of([SAMPLED] * 4))
     tokens, positions = jnp.full((4, 1), 1050, jnp.int32), jnp.arange(4, dtype=jnp.int32)
-    lengths, stops = jnp.ones(4, jnp.int32), jnp.full((4, 1), -1, jnp.int32)
+    lengths, stops = jnp.ones(4, jnp.int32), jnp.zeros((4, 0), jnp.int32)
     draft_logits = None if one_hot else logits[:, :1]
     verify = functools.partial(verify_pallas, **STATIC, blocks=BLOCKS)
     got = interpret(verify, tokens, logits, lengths, stops, rows, positions, draft_logits)
