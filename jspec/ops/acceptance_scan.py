@@ -70,6 +70,7 @@ _SHAPES = {
     "short": (37, 8, 0.9),
     "over-a-warp": (6, 33, 0.95),
     "two-rounds": (5, 200, 0.99),
+    "first-of-two-rounds": (5, 200, 0.4),
 }
 
 

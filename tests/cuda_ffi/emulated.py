@@ -33,8 +33,17 @@ def emulated(subject: str, output: Path):
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
         return name
 
-    def call(target: str, outputs: Any, *arguments: Any, vmap_method: str, **attributes: Any):
-        function = jax.ffi.ffi_call(register(target), outputs, vmap_method=vmap_method)
+    def call(
+        target: str,
+        outputs: Any,
+        *arguments: Any,
+        vmap_method: str,
+        aliases: dict[int, int] | None = None,
+        **attributes: Any,
+    ):
+        function = jax.ffi.ffi_call(
+            register(target), outputs, vmap_method=vmap_method, input_output_aliases=aliases
+        )
         return tuple(function(*arguments, **attributes))
 
     return call

@@ -240,6 +240,7 @@ inline unsigned __ballot_sync(unsigned, bool value) {
 
 // Functions of a thread alone.
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename T>
 T __ldg(const T* from) { return *from; }
 inline int atomicAdd(int* to, int value) { return *to += value, *to - value; }

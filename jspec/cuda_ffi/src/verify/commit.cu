@@ -101,8 +101,9 @@ __device__ int32_t target_token(const Commit& commit, int64_t position) {
 
 template <typename Logit, int chunks>
 __global__ void commit_kernel(const Commit commit) {
-  extern __shared__ int32_t target[];  // [gamma + 1]
-  __shared__ Ended ended;
+  extern __shared__ char memory[];
+  Ended* ended = reinterpret_cast<Ended*>(memory);
+  int32_t* target = reinterpret_cast<int32_t*>(ended + 1);  // [gamma + 1]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t row = blockIdx.x;
   const int32_t positions = commit.greedy.gamma + 1;
@@ -117,9 +118,9 @@ __global__ void commit_kernel(const Commit commit) {
   if (warp > 0) return;
   verify_warp<int32_t, chunks>(
       row_alone(commit.greedy, row, target), 0,
-      [](int accepted, int committed, bool stopped) { ended = {accepted, committed, stopped}; });
+      [&](int accepted, int committed, bool stopped) { *ended = {accepted, committed, stopped}; });
   __syncwarp();
-  commit_row(commit, row, target, ended, cached, done, lane, 32);
+  commit_row(commit, row, target, *ended, cached, done, lane, 32);
 }
 
 template <typename Logit>
@@ -127,12 +128,13 @@ const char* launch(const Commit& commit, int warps, Stream stream) {
   const int64_t batch = commit.greedy.batch, positions = commit.greedy.gamma + 1;
   if (commit.parts) {
     const int64_t blocks = batch * positions * ((commit.parts + warps - 1) / warps);
-    parts_kernel<Logit><<<blocks, warps * 32, 0, stream>>>(commit);
-    if (const char* error = launch_error()) return error;
+    const char* error =
+        launch_behind(parts_kernel<Logit>, blocks, warps * 32, 0, false, stream, commit);
+    if (error) return error;
   }
   return for_greedy(commit.greedy, [&](auto, auto chunks) {
-    return launch_behind(commit_kernel<Logit, chunks.value>, batch, warps * 32, positions * 4,
-                         commit.parts > 0, stream, commit);
+    return launch_behind(commit_kernel<Logit, chunks.value>, batch, warps * 32,
+                         sizeof(Ended) + positions * 4, commit.parts > 0, stream, commit);
   });
 }
 

@@ -1,5 +1,6 @@
 // Greedy verification on a GPU, a warp a sequence; and the acceptance scan by a warp a sequence or,
 // as the baseline, by a thread a sequence.
+#include "common/dependent.cuh"
 #include "verify/ballot.cuh"
 #include "verify/scan.h"
 
@@ -59,20 +60,20 @@ __global__ void scan_naive_kernel(const Scan scan) {
 const char* verify_ballot(const Greedy& greedy, int warps, Stream stream) {
   const unsigned blocks = (greedy.batch + warps - 1) / warps;
   return for_greedy(greedy, [&](auto token, auto chunks) {
-    ballot_kernel<decltype(token), chunks.value><<<blocks, warps * 32, 0, stream>>>(greedy);
-    return launch_error();
+    return launch_behind(ballot_kernel<decltype(token), chunks.value>, blocks, warps * 32, 0,
+                         false, stream, greedy);
   });
 }
 
 const char* scan_ballot(const Scan& scan, int warps, Stream stream) {
-  scan_ballot_kernel<<<(scan.batch + warps - 1) / warps, warps * 32, 0, stream>>>(scan);
-  return launch_error();
+  const int blocks = (scan.batch + warps - 1) / warps;
+  return launch_behind(scan_ballot_kernel, blocks, warps * 32, 0, false, stream, scan);
 }
 
 const char* scan_naive(const Scan& scan, int warps, Stream stream) {
   const int threads = warps * 32;
-  scan_naive_kernel<<<(scan.batch + threads - 1) / threads, threads, 0, stream>>>(scan);
-  return launch_error();
+  const int blocks = (scan.batch + threads - 1) / threads;
+  return launch_behind(scan_naive_kernel, blocks, threads, 0, false, stream, scan);
 }
 
 }  // namespace jspec

@@ -1,0 +1,10 @@
+// The CUDA kernels of greedy verification, with and without commits, for a CPU.
+#include "verify/commit.cu"
+#include "verify/commit_ffi.cc"
+#include "verify/verify.cu"
+
+namespace jspec {
+namespace {
+EMULATOR_SHARED_MEMORY
+}  // namespace
+}  // namespace jspec
