@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import check_requests, one_each
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
-from jspec.decode.engine import Engine
+from jspec.decode.engine_pool import EnginePool
 from jspec.decode.options import DecodeOptions, ResolvedOptions, check_names
 from jspec.decode.request import Request
-from jspec.decode.rows import power_of_two, stops_of
 from jspec.decode.score import score_top_tokens
 from jspec.decode.settings import check_draft, check_target
 from jspec.dispatch import Backends
@@ -38,8 +36,6 @@ from jspec.policies import Dense, Policy
 from jspec.policies.hata import with_hashes
 from jspec.typing import Model
 
-LEAST_ROOM = 512  # positions of an engine
-STOP_TOKENS = 16  # of a request, that an engine has room for at least
 QUICK = 2.0  # seconds without a bar of progress
 
 
@@ -117,8 +113,6 @@ class LLM:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._batch = batch
-        self._engines: dict[int, Engine] = {}  # by slots
-        self._lock = threading.RLock()  # an engine is for one thread at a time
         policy_params = options.get("policy_params")
         if policy_params is None:
             policy_params = self._arrays(draft, target, path)
@@ -126,6 +120,7 @@ class LLM:
         # What a drafter makes of the model is made once.
         self._models = ResolvedOptions.of(model, options).models
         self._options: DecodeOptions = {**options, "draft_model": self._models.draft}
+        self._engines = EnginePool(model, self._options)
 
     def _arrays(self, draft: Drafter, target: Policy, path: Path | None) -> Any:
         """The arrays of the policy in use, computed from a text that ships with jspec.
@@ -234,17 +229,17 @@ class LLM:
         pieces: collections.deque[str] = collections.deque()
         answer = _Answer(self._row(ids, params, _texts(stop)), pieces.append)
         params = with_stops(params, _texts(stop), self.tokenizer)
-        (request,) = self._submitted([ids], one_each(params, 1), [answer])
+        check_requests(self._models, [np.asarray(ids)], [params])
+        requests = self._engines.submit([ids], one_each(params, 1), [answer.take], slots=1)
         try:
-            while request.finished is None:
+            while requests[0].finished is None:
                 while pieces:
                     yield pieces.popleft()
-                self._step(request)
-            answer.close(request)
+                self._engines.step(requests[0])
+            answer.close(requests[0])
             yield from pieces
         finally:
-            with self._lock:
-                request.cancel()
+            self._engines.cancel(requests)
 
     def encode_chat(self, messages: Sequence[Message], /, **settings: Any) -> list[int]:
         """Convert a conversation to token ids, with the start of the model's answer.
@@ -281,68 +276,19 @@ class LLM:
         ids = [prompt for prompt in prompts for _ in range(n)]
         answers = [_Answer(self._row(*row, stop)) for row in zip(ids, params, strict=True)]
         params = [with_stops(p, stop, self.tokenizer) for p in params]
-        requests = self._submitted(ids, params, answers)
+        check_requests(self._models, [np.asarray(x) for x in ids], params)
+        slots = 1 if len(ids) == 1 else self._batch
+        requests = self._engines.submit(ids, params, [x.take for x in answers], slots=slots)
         try:
             with _progress(requests) as show:
                 for request in requests:
                     while request.finished is None:
-                        self._step(request)
+                        self._engines.step(request)
                         show()
-        except BaseException:
-            with self._lock:
-                for request in requests:
-                    request.cancel()
-            raise
+        finally:
+            self._engines.cancel(requests)
         completions = [x.close(request) for x, request in zip(answers, requests, strict=True)]
         return completions if top is None else self._scored(ids, completions, top)
-
-    def _submitted(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        answers: Sequence[_Answer],
-    ) -> list[Request]:
-        """Requests of an engine with room for them; none where one of them is refused."""
-        check_requests(self._models, [np.asarray(ids) for ids in prompts], params)
-        positions = max(len(x) + p.max_new_tokens for x, p in zip(prompts, params, strict=True))
-        ends = self.model.config.stop_tokens
-        stops = max(len(stops_of(p, ends)) for p in params)
-        requests: list[Request] = []
-        with self._lock:
-            engine = self._engine(1 if len(prompts) == 1 else self._batch, positions, stops)
-            try:
-                for ids, one, answer in zip(prompts, params, answers, strict=True):
-                    requests.append(engine.submit(ids, one, on_tokens=answer.take))
-            except BaseException:
-                for request in requests:
-                    request.cancel()
-                raise
-        return requests
-
-    def _engine(self, slots: int, positions: int, stops: int) -> Engine:
-        """The engine of ``slots``, made anew where it has no room or is of weights from before."""
-        engine = self._engines.get(slots)
-        if engine is not None and engine.is_current:
-            if engine.capacity >= positions and engine.stop_tokens >= stops:
-                return engine
-            positions, stops = max(positions, engine.capacity), max(stops, engine.stop_tokens)
-        # Its memory is free for the next one, unless a stream reads from it.
-        engine = self._engines.pop(slots, None)
-        del engine
-        made = Engine(
-            self.model,
-            slots=slots,
-            capacity=_room(positions),
-            stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
-            **self._options,
-        )
-        return self._engines.setdefault(slots, made)
-
-    def _step(self, request: Request) -> None:
-        """Drive the engine of a request that has not ended."""
-        with self._lock:
-            if request.finished is None:
-                request.step()
 
     def _scored(self, prompts, completions: list[Completion], top: int) -> list[Completion]:
         """``completions`` with log-probabilities."""
@@ -414,12 +360,6 @@ class _Answer:
         assert why is not None
         assert seed is not None
         return Completion(self._row.text, request.tokens, why, seed, request.steps)
-
-
-def _room(positions: int) -> int:
-    """Positions of an engine for requests of so many: an eighth of a power of two more at most."""
-    eighth = max(power_of_two(positions), LEAST_ROOM) // 8
-    return -(-max(positions, LEAST_ROOM) // eighth) * eighth
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import jspec
+from jspec.decode.engine_pool import room_for
 from jspec.decode.score import score_top_tokens
-from jspec.llm import _room
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate
 from jspec.models.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def test_a_stream_is_the_text_in_pieces(llm, plain):
 def test_a_stream_may_be_closed_and_its_errors_reach_the_reader(llm):
     stream = llm.stream(CODE, jspec.SamplingParams(max_new_tokens=1000))
     assert next(stream)
-    engine = llm._engines[1]
+    engine = llm._engines.engines[1]
     before = engine.stats.committed
     assert engine.busy
     stream.close()
@@ -100,25 +100,25 @@ def test_no_number_of_prompts_and_no_length_compiles_again(llm):
     whole = llm.generate(prompts, params)
     assert [len(one.tokens) for one in whole] == lengths
     assert all(1 <= one.steps <= len(one.tokens) for one in whole)
-    engine = llm._engines[8]
+    engine = llm._engines.engines[8]
     compiled = engine.stats.compilations
     part = llm.generate(prompts[3:8], params[3:8])
     assert [one.tokens for one in part] == [one.tokens for one in whole[3:8]]
-    assert llm._engines[8] is engine
+    assert llm._engines.engines[8] is engine
     assert engine.stats.compilations == compiled
 
 
 def test_a_longer_request_gets_more_room(short_bundled, llm):
     other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=None)
     other.generate("x = ", SHORT)
-    small = other._engines[1]
+    small = other._engines.engines[1]
     long = jspec.SamplingParams(max_new_tokens=600, stop_tokens=tuple(range(200, 230)))
     assert len(other.generate("x = ", long)[0].tokens) <= 600
-    large = other._engines[1]
+    large = other._engines.engines[1]
     assert large.capacity > small.capacity
     assert large.stop_tokens >= 30
     other.generate("x = ", SHORT)
-    assert other._engines[1] is large
+    assert other._engines.engines[1] is large
 
 
 def test_replaced_weights_decode(llm):
@@ -134,7 +134,7 @@ def test_a_refused_prompt_leaves_no_other_one_behind(llm):
     llm.generate([CODE, "x = "], SHORT)
     with pytest.raises(ValueError, match=r"prompt 1: the prompt has .* exceeds the context"):
         llm.generate([CODE, "x = "], [SHORT, jspec.SamplingParams(max_new_tokens=10**6)])
-    assert not llm._engines[8].busy
+    assert not llm._engines.engines[8].busy
 
 
 def test_an_error_while_text_is_made_ends_all(llm, monkeypatch):
@@ -145,12 +145,12 @@ def test_an_error_while_text_is_made_ends_all(llm, monkeypatch):
     with pytest.raises(OSError, match="no text"):
         llm.generate([CODE, "x = "], SHORT)
     monkeypatch.undo()
-    assert not llm._engines[8].busy
+    assert not llm._engines.engines[8].busy
     assert len(llm.generate([CODE, "x = "], SHORT)) == 2
 
 
 def test_rooms_are_few_and_not_much_larger(llm):
-    rooms = {positions: _room(positions) for positions in range(1, 9000, 7)}
+    rooms = {positions: room_for(positions) for positions in range(1, 9000, 7)}
     assert all(p <= room <= max(1.25 * p, 512) for p, room in rooms.items())
     assert len(set(rooms.values())) < 20
 

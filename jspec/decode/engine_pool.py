@@ -1,0 +1,98 @@
+"""Engines of one model that are made as requests need them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from jspec.config import SamplingParams
+from jspec.decode.checks import Prompt
+from jspec.decode.engine import Engine
+from jspec.decode.options import DecodeOptions
+from jspec.decode.request import OnTokens, Request
+from jspec.decode.rows import power_of_two, stops_of
+from jspec.typing import Model
+
+LEAST_ROOM = 512  # positions of an engine
+STOP_TOKENS = 16  # of a request, that an engine has room for at least
+
+
+class EnginePool:
+    """An engine for each number of slots, made anew where requests need more room.
+
+    Threads may share it: an engine is for one of them at a time.
+
+    Attributes:
+        engines: by their slots.
+    """
+
+    def __init__(self, model: Model, options: DecodeOptions):
+        self.engines: dict[int, Engine] = {}
+        self._model, self._options = model, options
+        self._lock = threading.RLock()
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        on_tokens: Sequence[OnTokens],
+        *,
+        slots: int,
+    ) -> list[Request]:
+        """Queue requests, which `check_request` accepts, at an engine; none where one is refused.
+
+        Args:
+            prompts: token ids of each.
+            params: of each, with seeds.
+            on_tokens: the callback of each.
+            slots: of the engine.
+        """
+        positions = max(len(x) + p.max_new_tokens for x, p in zip(prompts, params, strict=True))
+        ends = self._model.config.stop_tokens
+        stops = max(len(stops_of(p, ends)) for p in params)
+        requests: list[Request] = []
+        with self._lock:
+            engine = self._with_room(slots, positions, stops)
+            try:
+                for ids, one, callback in zip(prompts, params, on_tokens, strict=True):
+                    requests.append(engine.submit(ids, one, on_tokens=callback))
+            except BaseException:
+                self.cancel(requests)
+                raise
+        return requests
+
+    def step(self, request: Request) -> None:
+        """A step of the engine of a request, if it has not ended."""
+        with self._lock:
+            request.step()
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """End those of the requests that have not ended."""
+        with self._lock:
+            for request in requests:
+                request.cancel()
+
+    def _with_room(self, slots: int, positions: int, stops: int) -> Engine:
+        """The engine of ``slots``, made anew where it has no room or is of weights from before."""
+        engine = self.engines.get(slots)
+        if engine is not None and engine.is_current:
+            if engine.capacity >= positions and engine.stop_tokens >= stops:
+                return engine
+            positions, stops = max(positions, engine.capacity), max(stops, engine.stop_tokens)
+        # Its memory is free for the next one, unless requests still decode in it.
+        engine = self.engines.pop(slots, None)
+        del engine
+        self.engines[slots] = Engine(
+            self._model,
+            slots=slots,
+            capacity=room_for(positions),
+            stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
+            **self._options,
+        )
+        return self.engines[slots]
+
+
+def room_for(positions: int) -> int:
+    """Positions of an engine for requests of so many: at most a fourth more, and few sizes."""
+    eighth = max(power_of_two(positions), LEAST_ROOM) // 8
+    return -(-max(positions, LEAST_ROOM) // eighth) * eighth
