@@ -45,7 +45,7 @@ class Blocks:
 
     Attributes:
         keys: of a block where 8 heads are read together, a multiple of 64.
-        single_keys: of a block of one head, a multiple of 32.
+        single_keys: of a block of one head, a multiple of 64.
         buffers: for blocks of keys and of values together, at most; 6 or more keep several blocks
             in flight.
         chunks: of a list, at most.

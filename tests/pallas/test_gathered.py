@@ -43,7 +43,7 @@ LARGE = [
     Case("size-16", 1, 900, 300, 2, None, True, 2, 8, 4, 16, dtype="bfloat16"),
 ]
 # Chunks of several blocks, more of them than programs; few buffers, which are used again.
-SMALL = Blocks(keys=64, single_keys=32, buffers=6, chunks=4)
+SMALL = Blocks(keys=64, single_keys=64, buffers=6, chunks=4)
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
