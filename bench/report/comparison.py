@@ -115,7 +115,7 @@ FAMILIES: dict[str, Sequence[Entry]] = {
 
 
 def refreshed(page: str, runs: Sequence[Run]) -> str:
-    """``page`` with its tables written anew.
+    """``page`` with its tables written again.
 
     Raises:
         ValueError: for a table that the page names and that there is none of.

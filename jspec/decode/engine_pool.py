@@ -18,7 +18,7 @@ STOP_TOKENS = 16  # of a request, that an engine has room for at least
 
 
 class EnginePool:
-    """An engine for each number of slots, made anew where requests need more room.
+    """An engine for each number of slots, replaced where requests need more room.
 
     Threads may share it: an engine is for one of them at a time.
 
@@ -73,7 +73,7 @@ class EnginePool:
                 request.cancel()
 
     def _with_room(self, slots: int, positions: int, stops: int) -> Engine:
-        """The engine of ``slots``, made anew where it has no room or is of weights from before."""
+        """The engine of ``slots``, replaced where it has no room or old weights."""
         engine = self.engines.get(slots)
         if engine is not None and engine.is_current:
             if engine.capacity >= positions and engine.stop_tokens >= stops:
