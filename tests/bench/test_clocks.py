@@ -140,7 +140,7 @@ def test_the_step_clock_times_each_backend_that_was_right_once(monkeypatch, chec
 
 def test_spread_is_in_microseconds():
     result = point.spread({"wall_ns": list(range(1000, 12000, 1000))}, "wall")
-    assert result == point.Spread(6.0, 2.0, 10.0)
+    assert result == point.Spread(6.0, 1.5, 10.5)
     assert point.spread({}, "wall") is None
 
 

@@ -87,10 +87,10 @@ def test_any_prefill_chunk_gives_the_same_cache(chunk, tiny):
         (
             [[1]],
             {
-                "backends": {"verify_stochastic": "triton"},
+                "backends": {"verify_stochastic": "ballot"},
                 "params": SamplingParams(temperature=1.0),
             },
-            "verify_stochastic has no implementation 'triton'; choose one of xla",
+            "verify_stochastic has no implementation 'ballot'; choose one of xla",
         ),
         ([[1]], {"backends": {"verify": "xla"}}, "decoding calls no operation 'verify'; it calls"),
     ],
