@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.checks import check_requests, one_each
+from jspec.decode.checks import agreed_params, check_requests
 from jspec.decode.draft import Drafter, NgramDraft, NoDraft
 from jspec.decode.engine_pool import EnginePool
 from jspec.decode.options import DecodeOptions, ResolvedOptions, check_names
@@ -229,8 +229,10 @@ class LLM:
         pieces: collections.deque[str] = collections.deque()
         answer = _Answer(self._row(ids, params, _texts(stop)), pieces.append)
         params = with_stops(params, _texts(stop), self.tokenizer)
-        check_requests(self._models, [np.asarray(ids)], [params])
-        requests = self._engines.submit([ids], one_each(params, 1), [answer.take], slots=1)
+        rows = [np.asarray(ids)]
+        check_requests(self._models, rows, [params])
+        agreed = agreed_params(self._models, rows, params, None)
+        requests = self._engines.submit(rows, agreed, [answer.take], slots=1)
         try:
             while requests[0].finished is None:
                 while pieces:
@@ -266,10 +268,10 @@ class LLM:
         if (whole_number(n) or 0) < 1:
             raise ValueError(f"n={shown(n)} must be a whole number, at least 1")
         stop, top = _texts(stop), self._checked_logprobs(logprobs)
-        # `one_each` gives every prompt a seed; its other answers take the seeds that follow.
+        # Every prompt gets a seed; its other answers take the seeds that follow.
         params = [
             dataclasses.replace(p, seed=(p.seed + sample) % 2**32)
-            for p in one_each(params, len(prompts))
+            for p in agreed_params(self._models, list(map(np.asarray, prompts)), params, n)
             if p.seed is not None
             for sample in range(n)
         ]
