@@ -22,6 +22,7 @@ from jspec.decode.draft import Drafter, NgramDraft, NoDraft
 from jspec.decode.engine_pool import EnginePool
 from jspec.decode.options import DecodeOptions, ResolvedOptions, check_names
 from jspec.decode.request import Request
+from jspec.decode.rows import power_of_two
 from jspec.decode.score import score_top_tokens
 from jspec.decode.settings import check_draft, check_target
 from jspec.dispatch import Backends
@@ -66,9 +67,9 @@ class Completion:
 class LLM:
     """A model with its tokenizer: ``LLM("path/to/model").generate("Once upon a time")[0].text``.
 
-    Prompts decode by `jspec.Engine`: an answer that ends makes room for the next prompt. One engine
-    serves single prompts and streams, one of ``batch`` slots all other calls; they are made when
-    first needed, and again for longer requests. Threads may share an `LLM`.
+    Prompts decode by `jspec.Engine`: an answer that ends makes room for the next prompt. Engines
+    are made when first needed, and again for more prompts at a time or longer requests; they keep
+    their caches between calls. Threads may share an `LLM`.
 
     Args:
         model: a directory or GGUF file, as in `load_model`, a model, or None for the bundled model.
@@ -279,7 +280,7 @@ class LLM:
         answers = [_Answer(self._row(*row, stop)) for row in zip(ids, params, strict=True)]
         params = [with_stops(p, stop, self.tokenizer) for p in params]
         check_requests(self._models, [np.asarray(x) for x in ids], params)
-        slots = 1 if len(ids) == 1 else self._batch
+        slots = min(self._batch, power_of_two(len(ids)))
         requests = self._engines.submit(ids, params, [x.take for x in answers], slots=slots)
         try:
             with _progress(requests) as show:
@@ -295,7 +296,7 @@ class LLM:
     def _scored(self, prompts, completions: list[Completion], top: int) -> list[Completion]:
         """``completions`` with log-probabilities."""
         texts = [[*ids, *one.tokens] for ids, one in zip(prompts, completions, strict=True)]
-        scores, size = [], 1 if len(texts) == 1 else self._batch
+        scores, size = [], min(self._batch, power_of_two(len(texts)))
         for begin in range(0, len(texts), size):
             part = texts[begin : begin + size]
             filled = part + [part[0]] * (size - len(part))  # so that a program serves all calls

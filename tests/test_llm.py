@@ -108,6 +108,23 @@ def test_no_number_of_prompts_and_no_length_compiles_again(llm):
     assert engine.stats.compilations == compiled
 
 
+def test_fewer_prompts_share_the_engine_of_more(short_bundled, llm):
+    """Two of them make no cache of eight rows."""
+    other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=None)
+    few = jspec.SamplingParams(max_new_tokens=2)
+    other.generate(["x", "y"], few)
+    assert list(other._engines.engines) == [2]
+    other.generate(["x", "y", "z"], few)
+    assert list(other._engines.engines) == [4]
+    other.generate(["x", "y"], few)
+    assert list(other._engines.engines) == [4]
+    other.generate(["x", "y"], jspec.SamplingParams(max_new_tokens=600))
+    assert {size: x.capacity for size, x in other._engines.engines.items()} == {4: 512, 2: 640}
+    other.generate("x", few)
+    other.generate(["x"] * 20, few)
+    assert sorted(other._engines.engines) == [1, 2, 8]
+
+
 def test_a_longer_request_gets_more_room(short_bundled, llm):
     other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=None)
     other.generate("x = ", SHORT)
@@ -131,10 +148,9 @@ def test_replaced_weights_decode(llm):
 
 
 def test_a_refused_prompt_leaves_no_other_one_behind(llm):
-    llm.generate([CODE, "x = "], SHORT)
     with pytest.raises(ValueError, match=r"prompt 1: the prompt has .* exceeds the context"):
         llm.generate([CODE, "x = "], [SHORT, jspec.SamplingParams(max_new_tokens=10**6)])
-    assert not llm._engines.engines[8].busy
+    assert not any(engine.busy for engine in llm._engines.engines.values())
 
 
 def test_an_error_while_text_is_made_ends_all(llm, monkeypatch):
@@ -145,7 +161,7 @@ def test_an_error_while_text_is_made_ends_all(llm, monkeypatch):
     with pytest.raises(OSError, match="no text"):
         llm.generate([CODE, "x = "], SHORT)
     monkeypatch.undo()
-    assert not llm._engines.engines[8].busy
+    assert not any(engine.busy for engine in llm._engines.engines.values())
     assert len(llm.generate([CODE, "x = "], SHORT)) == 2
 
 

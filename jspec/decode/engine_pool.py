@@ -18,9 +18,11 @@ STOP_TOKENS = 16  # of a request, that an engine has room for at least
 
 
 class EnginePool:
-    """An engine for each number of slots, replaced where requests need more room.
+    """Engines of several numbers of slots, replaced where requests need more room.
 
-    Threads may share it: an engine is for one of them at a time.
+    Several requests share an engine that has as many slots or more. One request gets an engine of
+    one slot, as idle slots cost a CPU time. Threads may share a pool: an engine is for one of them
+    at a time.
 
     Attributes:
         engines: by their slots.
@@ -45,7 +47,7 @@ class EnginePool:
             prompts: token ids of each.
             params: of each, with seeds.
             on_tokens: the callback of each.
-            slots: of the engine.
+            slots: of the engine, at least.
         """
         positions = max(len(x) + p.max_new_tokens for x, p in zip(prompts, params, strict=True))
         ends = self._model.config.stop_tokens
@@ -73,19 +75,30 @@ class EnginePool:
                 request.cancel()
 
     def _with_room(self, slots: int, positions: int, stops: int) -> Engine:
-        """The engine of ``slots``, replaced where it has no room or old weights."""
-        engine = self.engines.get(slots)
-        if engine is not None and engine.is_current:
-            if engine.capacity >= positions and engine.stop_tokens >= stops:
+        """An engine with so many slots or more, and room for such requests.
+
+        One of ``slots`` is made where there is none, in place of those that it can stand for and of
+        those with old weights.
+        """
+        self.engines = {size: x for size, x in self.engines.items() if x.is_current}
+        for size, engine in sorted(self.engines.items()):
+            fits = size == slots or 1 < slots < size
+            if fits and engine.capacity >= positions and engine.stop_tokens >= stops:
                 return engine
-            positions, stops = max(positions, engine.capacity), max(stops, engine.stop_tokens)
-        # Its memory is free for the next one, unless requests still decode in it.
-        engine = self.engines.pop(slots, None)
-        del engine
+        if slots in self.engines:
+            before = self.engines.pop(slots)
+            positions, stops = max(positions, before.capacity), max(stops, before.stop_tokens)
+            del before  # its memory is free for the next one, unless requests decode in it
+        capacity = room_for(positions)
+        self.engines = {
+            size: x
+            for size, x in self.engines.items()
+            if size == 1 or size > slots or x.capacity > capacity
+        }
         self.engines[slots] = Engine(
             self._model,
             slots=slots,
-            capacity=room_for(positions),
+            capacity=capacity,
             stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
             **self._options,
         )
