@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jspec
-from jspec.decode.engine_pool import room_for
+from jspec.decode.engine_pool import EnginePool, room_for
 from jspec.decode.score import score_top_tokens
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate
@@ -108,21 +108,21 @@ def test_no_number_of_prompts_and_no_length_compiles_again(llm):
     assert engine.stats.compilations == compiled
 
 
-def test_fewer_prompts_share_the_engine_of_more(short_bundled, llm):
+def test_fewer_prompts_share_the_engine_of_more(short_bundled):
     """Two of them make no cache of eight rows."""
-    other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=None)
-    few = jspec.SamplingParams(max_new_tokens=2)
-    other.generate(["x", "y"], few)
-    assert list(other._engines.engines) == [2]
-    other.generate(["x", "y", "z"], few)
-    assert list(other._engines.engines) == [4]
-    other.generate(["x", "y"], few)
-    assert list(other._engines.engines) == [4]
-    other.generate(["x", "y"], jspec.SamplingParams(max_new_tokens=600))
-    assert {size: x.capacity for size, x in other._engines.engines.items()} == {4: 512, 2: 640}
-    other.generate("x", few)
-    other.generate(["x"] * 20, few)
-    assert sorted(other._engines.engines) == [1, 2, 8]
+    pool = EnginePool(short_bundled, {"draft": None})
+
+    def engines_after(slots, new):
+        params = jspec.SamplingParams(max_new_tokens=new, seed=0)
+        pool.cancel(pool.submit([[1], [2]], [params] * 2, [lambda tokens: None] * 2, slots=slots))
+        return {size: engine.capacity for size, engine in pool.engines.items()}
+
+    assert engines_after(2, 8) == {2: 512}
+    assert engines_after(4, 8) == {4: 512}
+    assert engines_after(2, 8) == {4: 512}
+    assert engines_after(2, 600) == {4: 512, 2: 640}
+    assert engines_after(1, 8) == {4: 512, 2: 640, 1: 512}
+    assert engines_after(8, 8) == {2: 640, 1: 512, 8: 512}
 
 
 def test_a_longer_request_gets_more_room(short_bundled, llm):
