@@ -356,6 +356,8 @@ class _Answer:
         """The completion of the request, which has ended; raises what ended it by an error."""
         if request.error is not None:
             raise request.error
+        if request.finished == "interrupted":
+            raise RuntimeError("the engine was interrupted in another call; ask again")
         if text := self._row.close():
             self._show(text)
         why = "stop" if self._row.stopped else request.finished

@@ -108,6 +108,22 @@ def test_no_number_of_prompts_and_no_length_compiles_again(llm):
     assert engine.stats.compilations == compiled
 
 
+def test_an_interrupted_engine_gives_no_part_of_an_answer(llm, monkeypatch):
+    stream = llm.stream(CODE, jspec.SamplingParams(max_new_tokens=1000))
+    assert next(stream)
+
+    def interrupt(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jspec.decode.runner.Runner.decode", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(CODE, SHORT)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="the engine was interrupted in another call"):
+        list(stream)
+    assert len(llm.generate(CODE, SHORT)[0].tokens) == 12
+
+
 def test_fewer_prompts_share_the_engine_of_more(short_bundled):
     """Two of them make no cache of eight rows."""
     pool = EnginePool(short_bundled, {"draft": None})
