@@ -155,7 +155,9 @@ class OperationBenchmark(Benchmark):
         sizes = dict(self.operation.sizes(*arguments, **static))
         for row in rows:
             if row.get("backend"):
-                row |= {"sizes": sizes, "compile_s": round(seconds[row["name"]], 3)}
+                row["sizes"] = sizes
+            if row["name"] in seconds:
+                row["compile_s"] = round(seconds[row["name"]], 3)
         if setup.feed is not None:
             add_steps(rows, by_backend, arguments, setup.feed, settings.repeats)
         return rows

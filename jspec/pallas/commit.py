@@ -78,10 +78,10 @@ def commit_pallas(
     blocks = blocks or blocks_for(commit_sizes(draft_tokens, logits))
     _, positions, vocabulary = logits.shape
     read = (logits,)
-    if positions * vocabulary > blocks.whole:
-        read = opaque(
-            functools.partial(_parts, part=min(blocks.part, floor_power(vocabulary))), logits
-        )
+    # A vocabulary of one part has nothing to share, and Mosaic no layout for one column.
+    part = min(blocks.part, floor_power(vocabulary))
+    if positions * vocabulary > blocks.whole and vocabulary > part:
+        read = opaque(functools.partial(_parts, part=part), logits)
     arrays = (draft_tokens, draft_lengths, stop_tokens, limits, tokens, cached, done, *read)
     *results, tokens, cached, done = opaque(
         functools.partial(_committed, tile_size=blocks.tile), *arrays

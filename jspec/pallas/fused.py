@@ -93,9 +93,13 @@ def verify_and_pack_pallas(
             def _():
                 total[0] = offset + row_count
 
-        chunks = lax.div(row_count * width + span - 1, span)
+        chunks = lax.div(row_count * width + span - 1, jnp.int32(span))
 
-        @pl.loop(0, lax.div(chunks - part + blocks.row_programs - 1, blocks.row_programs))
+        turns = lax.div(
+            chunks - part + blocks.row_programs - 1, jnp.int32(blocks.row_programs)
+        )
+
+        @pl.loop(jnp.int32(0), turns)
         def _(i):
             chunk = part + i * blocks.row_programs
             pack.copy_chunk((source.at[at], packed), offset, row_count, chunk, (gamma, width, span))
@@ -157,8 +161,8 @@ def _accepted_before(row: Any, tokens: TokenRefs, blocks: Blocks) -> Array:
         return total + jnp.where((number >= i * blocks.rows) & (number < row), counts, 0)
 
     zero = plgpu.layout_cast(jnp.zeros((blocks.rows,), jnp.int32), by_row)
-    before = lax.div(row + blocks.rows - 1, blocks.rows)
-    return lax.fori_loop(0, before, add, zero).sum()
+    before = lax.div(row + blocks.rows - 1, jnp.int32(blocks.rows))
+    return lax.fori_loop(jnp.int32(0), before, add, zero).sum(dtype=jnp.int32)
 
 
 def _supports(

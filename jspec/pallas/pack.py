@@ -63,7 +63,7 @@ def pack_pallas(
                 counts_slice = pl.ds(start, counted.size)
                 counts = jnp.clip(load(accepted.at[counts_slice], counted), 0, gamma)
                 counts = jnp.where((index >= summed_until) & (index < row), counts, 0)
-                offset += jnp.sum(counts)
+                offset += jnp.sum(counts, dtype=jnp.int32)
                 summed_until = start + counted.size
 
             copy_chunk((source.at[row], packed), offset, row_count, chunk, (gamma, width, span))

@@ -78,9 +78,9 @@ def sum_tiles(
         row, position = at // positions, at % positions
         # The last group is laid so that it ends with the position, some tiles summed twice.
         begin = jnp.minimum(program % groups * count, tiles - count)
-        counts = position < lengths_ref[row] + bonus_positions
 
-        def run(overlaps: bool) -> None:
+        @pl.when(position < lengths_ref[row] + bonus_positions)
+        def _():
             rate = rates_ref[row]
 
             def read(i: Array) -> Array:
@@ -90,10 +90,11 @@ def sum_tiles(
             def step(i: Array, raw: Array) -> Array:
                 # The next tile is on its way while this one is summed.
                 following = read(jnp.minimum(i + 1, count - 1))
-                tile, x = begin + i, cleaned(raw)
+                tile = begin + i
                 first = first_token(tile, vocabulary)
-                if overlaps:
-                    x = without_overlap(x, first, tile, spread)
+                # Only the last tile overlaps, but a loop of its own for that one is compiled wrong
+                # by jax 0.11.2: other programs write nothing.
+                x = without_overlap(cleaned(raw), first, tile, spread)
                 total, top, exponent = sum_tile(x, first, tile, rate, near_weights)
                 cells.low[at, tile] = total.astype(jnp.uint32)
                 cells.high[at, tile] = (total >> 32).astype(jnp.uint32)
@@ -102,16 +103,6 @@ def sum_tiles(
                 return following
 
             lax.fori_loop(jnp.int32(0), jnp.int32(count), step, read(jnp.int32(0)))
-
-        is_last = begin + count == tiles
-
-        @pl.when(counts & is_last)
-        def _():
-            run(overlaps=True)
-
-        @pl.when(counts & ~is_last)
-        def _():
-            run(overlaps=False)
 
     shape = (batch * positions, width)
     dtypes = (jnp.uint32, jnp.uint32, jnp.float32, jnp.int32)

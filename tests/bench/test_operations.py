@@ -13,6 +13,7 @@ from bench import attention, caches, point
 from bench import suite as suites
 from bench.__main__ import SUITES, main
 from bench.cases import parse
+from bench.program import Program
 from bench.settings import Settings
 from jspec.dispatch import Backend, always
 
@@ -84,12 +85,20 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     backends |= {name: Backend(name, changed(index), always) for index, name in enumerate(wrong)}
     backends["refuses"] = Backend("refuses", reference, lambda *arguments, **static: "needs sm_90")
     operation = dataclasses.replace(bench.operation, backends=backends, default_order=("xla",))
-    bench = dataclasses.replace(bench, operation=operation)
-    settings = Settings(quick=True, only=tuple(backends))
+    rivals = {"rival": lambda name: Program(name, lambda: run(*setup.arguments), setup.check)}
+    bench = dataclasses.replace(
+        bench,
+        operation=operation,
+        setup=lambda case: dataclasses.replace(setup, rivals=rivals),
+        rivals=("rival",),
+    )
+    settings = Settings(quick=True, only=(*backends, "rival"))
     rows = {row["name"]: row for row in bench.rows(bench.case(CASES[name]), settings)}
     assert rows["xla"]["checked"] is True
     assert rows["xla"]["wall_ns"]
     assert rows["xla"]["sizes"] == operation.sizes(*setup.arguments, **setup.static)
+    assert rows["xla"]["compile_s"] > 0
+    assert rows["rival"]["checked"] is True
     assert rows["refuses"]["checked"] is None
     assert rows["refuses"]["reason"] == "needs sm_90"
     for name in wrong:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jspec.ops.append import QKRope
 from jspec.ops.norm import RMS
@@ -72,7 +72,7 @@ def test_refuses_arrays_that_vary_over_a_mesh():
         reasons.append(APPEND_ENCODE.supports(*shards))
         return shards[0]
 
-    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    mesh = AbstractMesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     by_rows, whole = PartitionSpec("rows"), PartitionSpec()
     specs = [by_rows] * len(operands)
     specs[3] = jax.tree.map(lambda x: by_rows if x.ndim > 1 else whole, operands[3])

@@ -59,6 +59,16 @@ def test_is_few_launches_and_writes_in_place(gamma, vocabulary, launches):
     assert text.count("#stablehlo.output_operand_alias<") == 3
 
 
+@pytest.mark.parametrize(("positions", "vocabulary"), [(5, 16), (5, 17), (1, 512)])
+def test_few_tokens_lower(positions, vocabulary):
+    """A vocabulary of one part, and of two."""
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    logits = jax.ShapeDtypeStruct((4, positions, vocabulary), jnp.float32)
+    rows = like((4, 512)), like((4,)), jax.ShapeDtypeStruct((4,), jnp.bool_)
+    commit = functools.partial(commit_pallas, blocks=Blocks(whole=0, part=512, tile=8192))
+    lower(commit, like((4, positions - 1)), logits, *map(like, [(4,), (4, 2), (4,)]), *rows)
+
+
 @pytest.mark.parametrize(
     ("positions", "vocabulary", "dtype", "reason"),
     [

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jspec.dispatch import Case
@@ -46,6 +47,13 @@ def test_tiles_and_programs_of_any_size_give_the_same(rows, tile, row_programs):
     )
     got = interpret(lambda *x: verify_and_pack_pallas(*x, blocks=blocks), *arguments)
     assert_fused(got, arguments)
+
+
+def test_int64_tokens_lower():
+    with jax.enable_x64(True):
+        tokens = map(jnp.asarray, ragged_tokens(20, 6, 2, dtype=np.int64))
+        text = lower(verify_and_pack_pallas, *tokens, jnp.asarray(kv_rows(20, 6, 4, "float32")))
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize("case", [*OPERATION.cases(), LARGE], ids=lambda case: case.name)

@@ -260,7 +260,7 @@ __device__ void compute(const Attention& a, Shared<kChannels>& shared, int items
           named_barrier_arrive(kJoined + tile);
           continue;
         }
-        named_barrier_arrive(kFree + tile);
+        named_barrier_sync(kFree + tile);
         named_barrier_sync(kJoined + tile);
         if (chunk == 0) {
           const float4 theirs = joined[8 * kWarpgroup];
