@@ -194,11 +194,11 @@ def floor(x: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class NearWeights:
-    """Weights of tiles whose exponents are near 0, of clean logits of ``dtype`` that lie as
-    ``spread`` says: by integers of 32 bits, which serve bfloat16, or by ``ptx``."""
+    """Weights of tiles whose exponents are near 0, of clean logits of ``dtype`` in this layout: by
+    integers of 32 bits, which serve bfloat16, or by ``ptx``."""
 
     dtype: Any
-    spread: Spread
+    layout: Any
     ptx: bool
 
     @property
@@ -211,7 +211,7 @@ class NearWeights:
         return (size <= NEAR) & (self.ptx | (rate >= LEAST_RATE))
 
     def exponent(self, top: Array, rate: Array) -> Array:
-        """The exponent of a tile whose largest logit is ``top``."""
+        """The exponents of tiles whose largest logits are ``top``."""
         if self.dtype != jnp.bfloat16:
             return power(top, rate)[0]
         exponent = floor(top * rate)
@@ -234,39 +234,37 @@ class NearWeights:
         return _weights(exp2_fixed(fixed.astype(jnp.uint32) & 0x7FFFFF), distance)
 
     def _by_ptx(self, x: Array, rate: Array, exponent: Array) -> Array:
+        def of_all(instruction: str, *operands: Array | np.float32) -> Array:
+            full = [jnp.broadcast_to(jnp.float32(operand), x.shape) for operand in operands]
+            return rounded(instruction, self.layout, *full)
+
         quarter = rate * np.float32(0.25)
         offset = QUARTERS + exponent.astype(jnp.float32) * np.float32(0.25)
-        below = rounded("fma.rp.f32", self.spread, x, -quarter, offset)
+        below = of_all("fma.rp.f32", x, -quarter, offset)
         # (1 + fraction) / 4; the sum in brackets is exact.
-        between = below - (offset - np.float32(0.25))
-        v = rounded("fma.rz.f32", self.spread, x, quarter, between)
+        v = of_all("fma.rz.f32", x, quarter, below - (offset - np.float32(0.25)))
         # The bits of small float32 numbers count units of 2**-149.
         fifth, *others = (np.uint32(c).view(np.float32) for c in POLYNOMIAL)
-        p = rounded("mul.rz.f32", self.spread, v, fifth)
+        p = of_all("mul.rz.f32", v, fifth)
         for coefficient in others:
-            p = rounded("fma.rz.f32", self.spread, p, v, coefficient)
+            p = of_all("fma.rz.f32", p, v, coefficient)
         return _weights(bits_of(p), jnp.minimum(bits_of(below) - QUARTERS_BITS, 32))
 
 
-def rounded(instruction: str, spread: Spread, *operands: Array | np.float32) -> Array:
-    """The result of a PTX instruction of float32 vectors, scalars among them.
+def rounded(instruction: str, layout: Any, *operands: Array) -> Array:
+    """The result of a PTX instruction of float32 arrays of one shape, in this layout.
 
     The interpreter runs no inline code.
     """
     from jax.experimental.mosaic import gpu as mgpu
 
-    layout = spread.layout()
-    vectors = [
-        plgpu.layout_cast(jnp.broadcast_to(jnp.float32(x), (spread.size,)), layout)
-        for x in operands
-    ]
-    result = plgpu.ShapeDtypeStruct((spread.size,), jnp.float32, layout)
+    result = plgpu.ShapeDtypeStruct(operands[0].shape, jnp.float32, layout)
 
-    @plgpu.inline_mgpu(arg_types=(layout,) * len(vectors), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(layout,) * len(operands), return_type=result)
     def run(_, first, *others):
         return first._pointwise(mgpu.FragmentedArray._lift_fast_instr(instruction), *others)
 
-    return run(*vectors)  # pyright: ignore[reportCallIssue]
+    return run(*(plgpu.layout_cast(x, layout) for x in operands))  # pyright: ignore[reportCallIssue]
 
 
 def threefry(key: tuple[Array, Array], x0: Array, x1: Array) -> tuple[Array, Array]:
@@ -308,33 +306,6 @@ def load_tile(
     first = first_token(tile, vocabulary)
     x = cleaned(load(logits.at[at, pl.ds(first, TILE)], spread))
     return without_overlap(x, first, tile, spread), first
-
-
-def sum_tile(
-    x: Array, first: Array, tile: Array, rate: Array, near_weights: NearWeights
-) -> tuple[Array, Array, Array]:
-    """A tile's sum as in `Cells`, its largest logit, and its exponent, scalars."""
-    top = jnp.clip(jnp.max(x), -LARGEST_LOGIT, LARGEST_LOGIT)
-
-    def greedy() -> tuple[Array, Array]:
-        index = jnp.where(x >= top, first + iota(near_weights.spread) - tile * TILE, TILE)
-        return jnp.min(index).astype(jnp.uint64), jnp.int32(0)
-
-    def near() -> tuple[Array, Array]:
-        exponent = near_weights.exponent(top, rate)
-        return total_of(near_weights(x, rate, exponent)), exponent
-
-    def far() -> tuple[Array, Array]:
-        exponent, _ = power(top, rate)
-        return total_of(far_weights(x, rate, exponent)), exponent
-
-    def sampled() -> tuple[Array, Array]:
-        if not near_weights.serve:
-            return far()
-        return lax.cond(near_weights.serve_at(rate, jnp.abs(top * rate)), near, far)
-
-    total, exponent = lax.cond(rate == 0, greedy, sampled)
-    return total, top, exponent
 
 
 def read_sums(low: Any, high: Any, at: Array, spread: Spread, tiles: int) -> Array:

@@ -49,7 +49,7 @@ from jspec.pallas.distribution import (
     write_scale,
 )
 from jspec.pallas.mosaic import WARPS, Spread, iota, largest, load, refuses_pallas
-from jspec.pallas.sample import Blocks, blocks_for, sum_tiles
+from jspec.pallas.tile_sums import Blocks, blocks_for, sum_tiles
 from jspec.typing import Array
 
 
@@ -101,7 +101,7 @@ class Kernels:
         # How a tile lies, one way for both sources, and a vector of a row's draft tokens.
         sources = (target_logits, target_logits if draft_logits is None else draft_logits)
         self.spread = min(map(tile_spread, sources), key=lambda spread: spread.vector)
-        self.near = [NearWeights(x.dtype, self.spread, ptx) for x in sources]
+        self.near = [NearWeights(x.dtype, self.spread.layout(), ptx) for x in sources]
         self.span = Spread(max(32, 1 << (self.gamma - 1).bit_length()))
 
     def judge(

@@ -2,9 +2,10 @@
 
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from jspec.pallas import attention_compute as module
-from jspec.pallas import gathered_compute, gathered_copy
+from jspec.pallas import gathered_compute, gathered_copy, tile_sums
 
 
 @pytest.fixture
@@ -34,3 +35,13 @@ def copies_of_arrays(monkeypatch):
     monkeypatch.setattr(gathered_copy, "copy_rows", copy_rows)
     monkeypatch.setattr(gathered_copy, "commit_copies", lambda: None)
     monkeypatch.setattr(gathered_copy, "wait_copies", lambda groups: None)
+
+
+@pytest.fixture
+def runs_of_arrays(monkeypatch):
+    """The interpreter runs no inline code: runs of logits are loaded one after the other."""
+
+    def load_runs(ref, begins, size, layout):
+        return jnp.stack([ref[pl.ds(begins[i], size)] for i in range(len(begins))])
+
+    monkeypatch.setattr(tile_sums, "load_runs", load_runs)

@@ -13,8 +13,9 @@ from jspec.ops.sample import Role, sample_xla, settings_of, unfiltered
 from jspec.pallas import distribution
 from jspec.pallas import stochastic as module
 from jspec.pallas.mosaic import refuses_pallas
-from jspec.pallas.sample import Blocks, sample_pallas, sum_tiles
+from jspec.pallas.sample import sample_pallas
 from jspec.pallas.stochastic import verify_pallas
+from jspec.pallas.tile_sums import Blocks, sum_tiles
 from tests.ops.drafts import (
     STATIC,
     arguments_of,
@@ -28,11 +29,13 @@ from tests.ops.laws import SAMPLED, sampling_of
 from tests.pallas.mosaic import interpret, lower
 from tests.triton.interpreter import INSTRUCTIONS
 
-BLOCKS = Blocks(tiles=2)
+BLOCKS = Blocks(turns=1)
+runs_of_arrays = pytest.mark.usefixtures("runs_of_arrays")
 draw = functools.partial(sample_pallas, role=Role.BONUS, filtered=False, axis_name=None)
 drawn = jax.jit(functools.partial(sample_xla, role=Role.BONUS, filtered=False, axis_name=None))
 
 
+@runs_of_arrays
 @pytest.mark.parametrize(
     ("draft", "dtype", "ptx"),
     [
@@ -46,10 +49,11 @@ def test_verification_is_that_of_the_reference_when_interpreted(draft, dtype, pt
     """Two ragged tiles, where half of the rows have logits that are no numbers."""
     args = arguments_of(10, 1100, one_hot=draft == "one-hot", dtype=dtype)
     arguments = (args[0], with_holes(args[1]), *args[2:])
-    verify = functools.partial(verify_pallas, **STATIC, blocks=Blocks(2, ptx=ptx))
+    verify = functools.partial(verify_pallas, **STATIC, blocks=Blocks(1, ptx=ptx))
     assert_verified(interpret(verify, *arguments), arguments)
 
 
+@runs_of_arrays
 @pytest.mark.parametrize(
     ("dtype", "vocabulary"),
     [(jnp.float32, 2500), (jnp.bfloat16, 2500), (jnp.bfloat16, 37)],
@@ -69,19 +73,19 @@ def instructions(monkeypatch):
         # Started by this thread, it does not take the smallest numbers for 0, as XLA's threads do.
         thread.submit(int).result()
 
-        def rounded(instruction, spread, *operands):
+        def rounded(instruction, layout, *operands):
             def call(*arrays):
                 return thread.submit(INSTRUCTIONS[instruction], *map(np.array, arrays)).result()
 
-            vectors = [jnp.broadcast_to(jnp.float32(x), (spread.size,)) for x in operands]
-            result = jax.ShapeDtypeStruct((spread.size,), jnp.float32)
-            return jax.pure_callback(call, result, *vectors)
+            result = jax.ShapeDtypeStruct(operands[0].shape, jnp.float32)
+            return jax.pure_callback(call, result, *operands)
 
         monkeypatch.setattr(distribution, "rounded", rounded)
         yield
 
 
-@pytest.mark.parametrize("blocks", [Blocks(1), Blocks(2), Blocks(2, ptx=True)], ids=str)
+@runs_of_arrays
+@pytest.mark.parametrize("blocks", [Blocks(1), Blocks(2), Blocks(1, ptx=True)], ids=str)
 def test_tiles_have_the_sums_of_the_reference_when_interpreted(blocks, instructions):
     """Every bit of every weight counts in a sum, where a draw may not notice it."""
     logits, settings, _ = far_logits(2500)
@@ -95,6 +99,7 @@ def test_tiles_have_the_sums_of_the_reference_when_interpreted(blocks, instructi
     np.testing.assert_array_equal((exponents[..., 0] - exponents[..., 2])[1:5], differences[1:5])
 
 
+@runs_of_arrays
 @pytest.mark.parametrize("ptx", [False, True])
 def test_near_tiles_of_bfloat16_have_the_sums_of_the_reference_when_interpreted(ptx, instructions):
     """Weights from 32 bits or PTX, at exponents on both sides of each bound, against 64 bits."""
@@ -109,7 +114,7 @@ def test_near_tiles_of_bfloat16_have_the_sums_of_the_reference_when_interpreted(
     rates, lengths = settings_of(sampling_of(params)).rate, jnp.ones(8, jnp.int32)
 
     def cells_of(logits, ptx):
-        blocks = Blocks(2, ptx=ptx)
+        blocks = Blocks(1, ptx=ptx)
         return interpret(lambda *x: sum_tiles(*x, 0, blocks), logits, rates, lengths)
 
     near, far = cells_of(logits, ptx), cells_of(logits.astype(jnp.float32), ptx=False)
@@ -118,6 +123,7 @@ def test_near_tiles_of_bfloat16_have_the_sums_of_the_reference_when_interpreted(
         np.testing.assert_array_equal(got, expected, field)
 
 
+@runs_of_arrays
 @pytest.mark.parametrize("draft", ["one-hot", "logits"])
 def test_an_empty_residual_draws_from_the_target(draft, monkeypatch):
     """Tokens rejected by force where target and draft are equal, as rounding could do it."""
@@ -150,7 +156,7 @@ def test_an_empty_residual_draws_from_the_target(draft, monkeypatch):
 
 @pytest.mark.parametrize("vocabulary", [128_256, 50_257])
 @pytest.mark.parametrize("draft", ["one-hot", "logits"])
-@pytest.mark.parametrize("blocks", [Blocks(1), Blocks(4), Blocks(4, ptx=True)], ids=str)
+@pytest.mark.parametrize("blocks", [Blocks(1), Blocks(2), Blocks(1, ptx=True)], ids=str)
 def test_verification_on_a_gpu(draft, blocks, vocabulary):
     if reason := refuses_pallas():
         pytest.skip(reason)
@@ -168,7 +174,7 @@ def test_a_draw_on_a_gpu(dtype, ptx):
         pytest.skip(reason)
     logits, *rest = far_logits(133_000)
     arguments = (logits.astype(dtype), *rest)
-    run = jax.jit(functools.partial(draw, blocks=Blocks(4, ptx=ptx)))
+    run = jax.jit(functools.partial(draw, blocks=Blocks(1, ptx=ptx)))
     np.testing.assert_array_equal(run(*arguments), drawn(*arguments))
 
 
@@ -176,7 +182,7 @@ def test_a_draw_on_a_gpu(dtype, ptx):
     ("draft", "launches", "ptx"), [("one-hot", 3, False), ("logits", 5, False), ("logits", 5, True)]
 )
 def test_launches_of_a_verification(draft, launches, ptx):
-    verify = functools.partial(verify_pallas, **STATIC, blocks=Blocks(4, ptx=ptx))
+    verify = functools.partial(verify_pallas, **STATIC, blocks=Blocks(1, ptx=ptx))
     text = lower(verify, *shapes_of(draft, 128_256))
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == launches
 
