@@ -257,6 +257,12 @@ def test_n_answers_have_seeds_in_a_row(llm):
     assert llm.generate("x = ", alone)[0].tokens == result[5].tokens
 
 
+def test_a_seeded_answer_is_that_of_plain_decoding(llm):
+    ids = llm.tokenizer.encode(CODE)
+    plain = jspec.generate(llm.model, [ids], HOT, draft=None)
+    assert llm.generate(CODE, HOT)[0].tokens == plain.tokens[0]
+
+
 def test_log_probabilities_are_the_models(llm):
     params = jspec.SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
     result = llm.generate([CODE, "x = "], params, logprobs=0)

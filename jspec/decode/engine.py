@@ -47,8 +47,9 @@ class Engine:
     not a callback's, Ctrl-C included, ends the engine: every request keeps its tokens.
 
     A request with a seed gives the tokens that it gives alone, where the model's logits are the
-    same, except a sampled one with ``gamma="auto"``. Where several processes share the model's
-    devices, all of them must make the same calls, and their callbacks must return the same.
+    same, except a sampled one with ``gamma="auto"`` and drafts that have logits. Where several
+    processes share the model's devices, all of them must make the same calls, and their callbacks
+    must return the same.
 
     Args:
         model: The target, whose tokens are decoded.

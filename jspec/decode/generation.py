@@ -72,10 +72,11 @@ def generate(
     """Decode a ragged batch of requests, each with its own settings.
 
     A request with a seed gives the same tokens in any row, with any other requests in the batch and
-    with any chunk size, where the model's logits are the same. A sampled one may not with
-    ``gamma="auto"``, which follows measured times. Where several processes share the model's
-    devices, all of them must make the same call, and what ``on_tokens`` returns in process 0
-    counts.
+    with any chunk size, where the model's logits are the same. Those are the tokens of plain
+    decoding if it is greedy or its draft one-hot (docs/sampling.md). A sampled one with other
+    drafts may give others with ``gamma="auto"``, which follows measured times. Where several
+    processes share the model's devices, all of them must make the same call, and what ``on_tokens``
+    returns in process 0 counts.
 
     Args:
         model: The target, whose tokens are decoded. A model of numpy arrays is put on the device

@@ -18,7 +18,7 @@ from jspec.decode.on_mesh import jit_steps, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
 from jspec.ops.commit import Rows, commit, verify_and_commit
-from jspec.ops.sample import greedy
+from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.stochastic import verify_stochastic
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.ops.vocabulary import Axes
@@ -223,11 +223,11 @@ def _verified(
     config: StepConfig,
     axis_name: Axes | None,
 ) -> Verified:
-    if state.mode == "greedy":
+    if state.mode == "greedy" or drafted.logits is None:
         is_named = "verify_greedy" in config.backends
         return verify_greedy(
             drafted.tokens,
-            greedy(logits, axis_name),
+            _target_tokens(state, logits, axis_name),
             drafted.lengths,
             state.stop_tokens,
             # Without a draft there is nothing to verify, and some kernels refuse that.
@@ -245,6 +245,25 @@ def _verified(
         state.lengths,
         draft_logits=drafted.logits,
         rule=config.rule,
+        filtered=state.mode == "filtered",
+        axis_name=axis_name,
+    )
+
+
+def _target_tokens(state: DecodeState, logits: Array, axis_name: Axes | None) -> Array:
+    """The token that plain decoding takes at each position, int32 ``[B, gamma + 1]``.
+
+    Sampled rows draw it with the random number that plain decoding has there: a one-hot draft token
+    that equals it is accepted with the target's probability (docs/sampling.md, *One-hot drafts*).
+    """
+    if state.mode == "greedy":
+        return greedy(logits, axis_name)
+    index = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
+    return sample(
+        logits,
+        state.sampling,
+        state.lengths[:, None] + index,
+        Role.BONUS,
         filtered=state.mode == "filtered",
         axis_name=axis_name,
     )

@@ -1,8 +1,10 @@
 """Sampled decoding: a request's tokens are its own. Their law: `tests.decode.test_text_law`."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,11 +12,11 @@ from jspec.config import SamplingParams
 from jspec.cuda_ffi import library
 from jspec.decode import prefill
 from jspec.decode import step as step_module
-from jspec.decode.draft import DrafterTraits, NoDraft
+from jspec.decode.draft import DrafterTraits, NoDraft, SuffixDraft
 from jspec.decode.generation import generate
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
-from tests.decode.common import DRAFTERS, MIXED, STREAMING, prompts
+from tests.decode.common import DRAFTERS, MIXED, NGRAM, STREAMING, prompts
 
 
 def mixed_requests() -> list[SamplingParams]:
@@ -53,10 +55,10 @@ def test_every_backend_gives_the_same_tokens(source, hot, sharp, monkeypatch):
 
     kernels = run_on("cuda")
     drafts = source != "plain"
-    drawn = {"sample"} if hot and drafts else set()
+    drawn = {"sample"} if hot else set()
     verified = {"verify_stochastic"} if hot else {"verify_greedy"}
-    # Greedy decoding without a draft has nothing to verify: there the machine's own choice serves.
-    assert called == drawn | verified or (called <= verified and not hot and not drafts)
+    # Decoding without a draft has nothing to verify: there the machine's own choice serves.
+    assert called == drawn | verified or (not drafts and called <= drawn | {"verify_greedy"})
     assert run_on("xla") == kernels
 
 
@@ -99,6 +101,19 @@ def test_a_request_alone_needs_less_machinery_for_the_same_tokens(settings, shar
     assert alone.tokens[0] == batch.tokens[row]
 
 
+@pytest.mark.parametrize(
+    ("draft", "gamma", "rule"),
+    [(NGRAM, 1, "token"), (NGRAM, 4, "block"), (SuffixDraft(min_match=1), 8, "token")],
+    ids=["ngram-1", "ngram-4-block", "suffix-8"],
+)
+def test_one_hot_drafts_leave_the_tokens_of_plain_decoding(draft, gamma, rule, sharp):
+    """Of every row, filtered or not: accepted tokens are those that their positions draw."""
+    plain = generate(sharp, prompts(), mixed_requests(), draft=None)
+    got = generate(sharp, prompts(), mixed_requests(), draft=draft, gamma=gamma, rule=rule)
+    assert got.tokens == plain.tokens
+    assert 0 < got.stats.acceptance_rate < 1
+
+
 def test_another_seed_gives_other_tokens(sharp):
     params = [SamplingParams(max_new_tokens=24, temperature=1.0, seed=seed) for seed in range(8)]
     tokens = generate(sharp, prompts()[:1] * 8, params, draft=STREAMING).tokens
@@ -117,7 +132,8 @@ def test_another_seed_gives_other_tokens(sharp):
 def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, monkeypatch):
     """The first draft token's position is the upper word, and the state keeps the request's.
 
-    Verification gets the same seeds; under the block rule it makes them itself.
+    Verification of a draft with logits gets the same seeds; under the block rule it makes them
+    itself.
     """
     draft_seeds, judged = [], []
     verify = step_module.verify_stochastic
@@ -131,7 +147,9 @@ def test_a_drafter_gets_the_seeds_of_the_block(rule, learns, expected, sharp, mo
 
         def draft(self, models, state, gamma):
             draft_seeds.append(state.sampling.seeds)
-            return super().draft(models, state, gamma)
+            drafted, state = super().draft(models, state, gamma)
+            logits = jnp.zeros((*drafted.tokens.shape, sharp.config.vocab_size))
+            return dataclasses.replace(drafted, logits=logits), state
 
     config = StepConfig(2, Listening(), rule=rule)
     hot = SamplingParams(temperature=1.0, seed=9, max_new_tokens=4)
