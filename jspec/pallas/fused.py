@@ -95,9 +95,7 @@ def verify_and_pack_pallas(
 
         chunks = lax.div(row_count * width + span - 1, jnp.int32(span))
 
-        turns = lax.div(
-            chunks - part + blocks.row_programs - 1, jnp.int32(blocks.row_programs)
-        )
+        turns = lax.div(chunks - part + blocks.row_programs - 1, jnp.int32(blocks.row_programs))
 
         @pl.loop(jnp.int32(0), turns)
         def _(i):

@@ -126,8 +126,8 @@ def _sums_of(x: Array, offset: Array, rate: Array, near_weights: NearWeights) ->
 
     Args:
         x: clean logits, float32 ``[WARPS, TILE]``.
-        offset: int32 ``[WARPS]``, of the first logit of each in its tile: those before the tile, at a
-            negative index, are not its own.
+        offset: int32 ``[WARPS]``, of the first logit of each in its tile: those before the tile, at
+            a negative index, are not its own.
         rate: of the position, a scalar.
         near_weights: in the layout of ``x``.
     """
