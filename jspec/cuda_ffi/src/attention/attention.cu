@@ -43,9 +43,8 @@ struct Shared {
   uint64_t keys_full[kStages], keys_free[kStages], values_full[kStages], values_free[kStages];
 };
 
-// Barriers between the warpgroups of a tile's halves, by the tile: `joined` is written, and may be
-// written again.
-constexpr int kJoined = 1, kFree = 3;
+// The barrier between the warpgroups of a tile's halves is kHalves + tile. 0 is that of all threads.
+constexpr int kHalves = 1;
 
 // A place in the ring of stages.
 template <int kStages>
@@ -249,7 +248,7 @@ __device__ void compute(const Attention& a, Shared<kChannels>& shared, int items
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         float(&sums)[32] = out[chunk];
         if (half) {
-          named_barrier_sync(kFree + tile);
+          named_barrier_sync(kHalves + tile);  // what was there before has been read
 #pragma unroll
           for (int c = 0; c < 8; ++c) {
             joined[c * kWarpgroup] = {sums[4 * c], sums[4 * c + 1], sums[4 * c + 2],
@@ -257,11 +256,11 @@ __device__ void compute(const Attention& a, Shared<kChannels>& shared, int items
           }
           joined[8 * kWarpgroup] = {softmax.top[0], softmax.sum[0], softmax.top[kRows - 1],
                                     softmax.sum[kRows - 1]};
-          named_barrier_arrive(kJoined + tile);
+          named_barrier_sync(kHalves + tile);
           continue;
         }
-        named_barrier_sync(kFree + tile);
-        named_barrier_sync(kJoined + tile);
+        named_barrier_sync(kHalves + tile);
+        named_barrier_sync(kHalves + tile);  // all has been written
         if (chunk == 0) {
           const float4 theirs = joined[8 * kWarpgroup];
           const float their_top[2] = {theirs.x, theirs.z}, their_sum[2] = {theirs.y, theirs.w};

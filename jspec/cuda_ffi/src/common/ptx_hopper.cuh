@@ -43,13 +43,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) 
       : "memory");
 }
 
-// Barriers of two warpgroups, by number.
+// A barrier of two warpgroups, by number.
 __device__ __forceinline__ void named_barrier_sync(int barrier) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroup) : "memory");
-}
-
-__device__ __forceinline__ void named_barrier_arrive(int barrier) {
-  asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroup) : "memory");
 }
 
 template <int kRegisters>

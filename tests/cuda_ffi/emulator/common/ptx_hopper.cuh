@@ -59,7 +59,6 @@ inline void barrier_wait(uint64_t* barrier, uint32_t phase) {
   emulator::wait_until([&] { return memory_barrier(barrier).phase != phase; });
 }
 inline void named_barrier_sync(int barrier) { emulator::named[barrier].meet(2 * kWarpgroup); }
-inline void named_barrier_arrive(int barrier) { emulator::named[barrier].arrive(2 * kWarpgroup); }
 template <int kRegisters>
 void release_registers() {}
 template <int kRegisters>
