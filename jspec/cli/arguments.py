@@ -276,7 +276,13 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 def _add_train_hash(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
-    add("--data", nargs="+", required=True, metavar="FILE", help="texts to learn from")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", nargs="+", metavar="FILE", help="texts to learn from")
+    source.add_argument(
+        "--convert",
+        metavar="FILE",
+        help="the matrices that HATA's authors released, as safetensors, in place of learning",
+    )
     add("--out", required=True, metavar="DIR", help="the folder to write, which must not exist")
     add(
         "--held-out",

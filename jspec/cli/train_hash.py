@@ -19,6 +19,8 @@ from jspec.extras import install
 from jspec.models.bundled import bundled_path
 from jspec.models.checkpoint import load_model
 from jspec.models.files import read_file
+from jspec.models.hashes import save_hashes
+from jspec.models.hata_weights import read_hata_weights
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
 from jspec.train.job import Job, Texts
 from jspec.train.job import run as learn_hashes
@@ -33,6 +35,8 @@ HELD_OUT = 10  # one text in so many, where none is named
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
+    if arguments.convert:
+        return _convert(arguments)
     for option in ("pairs", "step_pairs"):
         if getattr(arguments, option) < 1:
             name = option.replace("_", "-")
@@ -69,6 +73,26 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(report | {"out": str(job.out), "environment": environment()})
     else:
         _show(report, job.out, picture)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    """Write the hashes of a file of HATA's authors; returns the exit code."""
+    for option in ("held_out", "compare"):
+        if getattr(arguments, option):
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} is for hashes that are learned; leave it out of --convert")
+    file, out = Path(arguments.convert), Path(arguments.out)
+    specs = load_model(Path(arguments.model or bundled_path())).config.layers
+    hashes, random_layers = read_hata_weights(file, specs, _seed(arguments.seed))
+    made = {"converted": file.name, "random_layers": random_layers}
+    save_hashes(hashes, out, made)
+    bits = next(w.shape[2] for w in hashes if w is not None)
+    if arguments.json:
+        print_json({"bits": bits, **made, "out": str(out), "environment": environment()})
+        return 0
+    missing = f"; layers {random_layers} have random ones" if random_layers else ""
+    console().print(f"hashes of {bits} bits are in {out}{missing}", soft_wrap=True, markup=False)
     return 0
 
 
