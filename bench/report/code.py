@@ -22,7 +22,12 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "triton": ("triton/pack*.py", "triton/fused*.py"),
     },
     "sampling": {
-        "pallas": ("pallas/stochastic.py", "pallas/sample.py", "pallas/distribution.py"),
+        "pallas": (
+            "pallas/stochastic.py",
+            "pallas/sample.py",
+            "pallas/tile_sums.py",
+            "pallas/distribution.py",
+        ),
         "cuda": ("cuda_ffi/stochastic.py", "cuda_ffi/src/sample/*"),
         "triton": ("triton/stochastic*.py", "triton/sample*.py", "triton/distribution*.py"),
     },

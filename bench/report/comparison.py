@@ -15,7 +15,7 @@ from bench import ceilings
 from bench.point import Row, best_clock
 from bench.report import figures, whole
 from bench.report.code import lines_of_code
-from bench.report.markdown import Line, case_words, microseconds, ratio, table
+from bench.report.markdown import Line, case_words, microseconds, ratio, table, us
 from bench.report.operations import UNSAID, is_rival
 from bench.report.runs import Run
 from bench.report.whole import COLUMNS, NOT_MEASURED
@@ -257,6 +257,51 @@ def _without(entry: Entry, column: str, rows: Sequence[Row], notes: dict[str, in
     return f"[{notes.setdefault(reason, len(notes) + 1)}]"
 
 
+def costs(runs: Sequence[Run]) -> str:
+    """How many times the fastest backend's time each one takes, over the cases of a family."""
+    times: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for family, entries in FAMILIES.items():
+        for entry in entries:
+            for case in entry.cases:
+                for card, point in points(entry, case, runs):
+                    measured = {name: x.time for name, x in point.timed.items() if x}
+                    for name, time in measured.items():
+                        of_family = times.setdefault((family, card), {})
+                        of_family.setdefault(name, []).append(time / min(measured.values()))
+    return table(
+        [
+            Line(
+                {"family": family, "card": card}
+                | {
+                    name: f"{min(x):.2f} to {max(x):.2f}"
+                    if (x := by_name.get(name))
+                    else NOT_MEASURED
+                    for name in COLUMNS
+                }
+            )
+            for (family, card), by_name in times.items()
+        ],
+        2,
+    )
+
+
+def scans(runs: Sequence[Run]) -> str:
+    """The naive acceptance scan of the verification paper against its ballot kernel."""
+    lines = []
+    for card in cards(runs):
+        times: dict[str, dict[str, float]] = {}
+        for row in (row for run in runs if run.card == card for row in run.rows):
+            if row.get("operation") == "acceptance_scan" and row["checked"] and best_clock(row):
+                words = case_words(row["case"], UNSAID)
+                times.setdefault(words, {})[row["name"]] = microseconds(row)
+        for words, by_name in times.items():
+            if {"cuda", "cuda_naive"} <= by_name.keys():
+                naive, ballot = by_name["cuda_naive"], by_name["cuda"]
+                cells = {"case": words, "card": card, "naive": us(naive), "ballot": us(ballot)}
+                lines.append(Line(cells | {"ballot is": ratio(naive / ballot)}))
+    return table(lines, 2) or f"Naive and ballot scan: {NOT_MEASURED}.\n"
+
+
 def kernels(runs: Sequence[Run]) -> str:
     """What the kernels of each family cost: lines of code, compile time, registers and memory."""
     lines = []
@@ -370,6 +415,8 @@ def defaults(runs: Sequence[Run]) -> str:
 
 TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     **{name: lambda runs, name=name: operations(name, runs) for name in FAMILIES},
+    "costs": costs,
+    "scans": scans,
     "kernels": kernels,
     "steps": whole.steps,
     "sharded attention": whole.sharded,

@@ -66,6 +66,28 @@ def test_of_several_runs_that_with_most_backends_stands_and_others_fill_gaps():
     assert same.timed == point.timed
 
 
+def test_costs_are_ratios_to_the_fastest_backend_over_the_cases_of_a_family():
+    other = {"case": CASE | {"T": 10}}
+    rows = [row("triton", 200), row("pallas", 250), row("fa3", 100)]
+    rows += [row("triton", 300, **other), row("cuda", 200, **other)]
+    (cells,) = lines(comparison.costs([run(*rows)]))
+    assert cells[:2] == ["attention", "H100"]
+    missing = comparison.NOT_MEASURED
+    assert cells[2:] == ["1.25 to 1.25", "1.00 to 1.00", "1.00 to 1.50", missing]
+
+
+def test_scans_compare_the_naive_kernel_with_the_ballot_kernel():
+    case = {"B": 32, "gamma": 128, "alpha": 0.9, "order": "drawn"}
+
+    def scan(name, microseconds, **rest):
+        return row(name, microseconds, operation="acceptance_scan", case=case, **rest)
+
+    rows = [scan("cuda_naive", 25), scan("cuda", 1.25), scan("xla", 5)]
+    (cells,) = lines(comparison.scans([run(*rows, suite="verify")]))
+    assert cells[1:] == ["H100", "25.0 us", "1.25 us", "20.00x"]
+    assert "not measured" in comparison.scans([run(*rows[1:], suite="verify")])
+
+
 def step(name, milliseconds, **rest):
     case = {"model": "m", "B": 4, "S": 8192, "draft": "vegas", "sampling": "greedy"}
     line = {"operation": "backend", "case": case, "name": name, "checked": "2 layers"}
