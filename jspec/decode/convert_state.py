@@ -11,7 +11,7 @@ from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.config import shown
 from jspec.decode.checks import check_started
-from jspec.decode.prefill import init_drafter_state
+from jspec.decode.prefill import init_drafter_state, prefill_chunk
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import sync_drafter
@@ -30,7 +30,8 @@ def convert_state(
     """A copy of ``state`` for steps of ``config``, whose policy and drafter may be others.
 
     What the policy keeps is made from the cached keys and values, and the drafter is prefilled with
-    the tokens, as in a prefill of its own. Costs a copy of the cache.
+    the tokens, as in a prefill of its own. Costs a copy of the cache, and for a guided drafter a
+    pass over the last cached token, whose query selects.
 
     Args:
         models: As `jspec.start_decoding` takes them.
@@ -67,7 +68,18 @@ def convert_state(
     drafter_state = init_drafter_state(models, config=config, batch=batch, capacity=capacity)
     converted = dataclasses.replace(copied, cache=cache, draft=drafter_state, exact=config.exact)
     # All positions, so that prompts of any length share a program.
-    return place(sync_drafter(models, place(converted, sharding), config, capacity), sharding)
+    converted = sync_drafter(models, place(converted, sharding), config, capacity)
+    if config.selects_in_prefill:
+        # The last token again, whose query is in no cache.
+        begin = jnp.maximum(converted.cache.lengths - 1, 0)
+        cache, drafter_state = prefill_chunk(
+            *(models, converted.cache, converted.draft, converted.tokens, begin),
+            config=config,
+            size=1,
+            selects=True,
+        )
+        converted = dataclasses.replace(converted, cache=cache, draft=drafter_state)
+    return place(converted, sharding)
 
 
 @jax.jit(static_argnames=("policy", "backends"), donate_argnames="empty")

@@ -23,6 +23,7 @@ from jspec.decode.checks import (
     check_started,
     strongest,
 )
+from jspec.decode.draft import TargetPass
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.rows import (
     insert_row,
@@ -34,6 +35,7 @@ from jspec.decode.rows import (
 )
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.policies.collect import run_prompt
 from jspec.policies.dense import DenseAttend
 from jspec.policies.policy import create_cache, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place
@@ -173,9 +175,11 @@ def _started(
     chunk = min(chunk, power_of_two(total))
     call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
     prompts = jax.device_put(tokens)  # jnp.asarray compiles a program for each shape
+    ends_at = set(((lengths - 2) // chunk).tolist())  # the chunk of a row's last cached token
     for begin in range(0, total, chunk):
         args = (models, cache, drafter_state, prompts, np.int32(begin))
-        cache, drafter_state = call(*args, config=config, size=chunk)
+        selects = config.selects_in_prefill and begin // chunk in ends_at
+        cache, drafter_state = call(*args, config=config, size=chunk, selects=selects)
         if on_prefill is not None:
             jax.block_until_ready(cache)
             on_prefill(min(begin + chunk, total), total)
@@ -245,7 +249,7 @@ def _row_shapes(drafter_state: Any) -> Any:
     return structure, [x.shape[1:] for x in leaves]
 
 
-@jax.jit(static_argnames=("config", "size"), donate_argnames=("cache", "drafter_state"))
+@jax.jit(static_argnames=("config", "size", "selects"), donate_argnames=("cache", "drafter_state"))
 def prefill_chunk(
     models: Models | FlatModels,
     cache: Cache,
@@ -254,26 +258,39 @@ def prefill_chunk(
     begin: Array,
     config: StepConfig,
     size: int,
+    selects: bool = False,
 ) -> tuple[Cache, Any]:
     """Append the ``size`` prompt tokens from position ``begin`` on, up to the cache's lengths.
 
-    ``tokens`` int32 ``[B, S]``: the prompts, whose lengths are those of the cache, and stay. Cache
-    and drafter's state are donated, and returned with the tokens.
+    ``tokens`` int32 ``[B, S]``: the prompts, whose lengths are those of the cache, and stay.
+    ``begin``: int32, of all rows or ``[B]``. ``selects``: whether a row's last query of this pass
+    selects what a guided draft reads, as that of the prompt's last piece must. Cache and drafter's
+    state are donated, and returned with the tokens.
     """
 
     def piece(models: Models, cache: Cache, drafter_state: Any, tokens: Array, begin: Array):
         lengths = cache.lengths
         before, after = jnp.minimum(begin, lengths), jnp.minimum(begin + size, lengths)
-        positions = begin + jnp.arange(size, dtype=jnp.int32)[None]
+        positions = begin.reshape(-1, 1) + jnp.arange(size, dtype=jnp.int32)[None]
         positions = jnp.where(positions < after[:, None], positions, -1)
         index = jnp.minimum(jnp.maximum(positions, 0), tokens.shape[1] - 1)
         new = jnp.where(positions >= 0, jnp.take_along_axis(tokens, index, axis=1), -1)
         policy, params = config.cache_policy, models.policy
+        guided, target_pass = config.draft.collect_policy if selects else None, {}
         with config.of_target():
-            attend = DenseAttend(positions, policy=policy, policy_params=params)
-            _, cache = models.target(new, positions, attend, cache)
+            if guided is None:
+                attend = DenseAttend(positions, policy=policy, policy_params=params)
+                _, cache = models.target(new, positions, attend, cache)
+            else:
+                context_len = jnp.maximum(after - (config.gamma + 1), 0)
+                hidden, cache, collected = run_prompt(
+                    *(models.target, new, positions, cache, context_len),
+                    policy=guided,
+                    policy_params=params,
+                )
+                target_pass = {"target_pass": TargetPass(positions, hidden, collected)}
         cache = with_pages(policy, params, cache, before, after, size)
-        return cache, config.draft.sync(models, drafter_state, tokens, after, size)
+        return cache, config.draft.sync(models, drafter_state, tokens, after, size, **target_pass)
 
     models = Models.of(models)
     with config.of_models():

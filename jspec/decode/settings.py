@@ -114,6 +114,11 @@ class StepConfig:
         return self.gamma > 0 and self.draft.traits.learns_from_rejected
 
     @property
+    def selects_in_prefill(self) -> bool:
+        """Whether the last query of a prompt's prefill selects what the first draft reads."""
+        return self.draft.collect_policy is not None
+
+    @property
     def cache_policy(self) -> Policy:
         """The policy whose columns and pages the target's cache keeps."""
         return self.target if self.is_lossy else self.draft.cache_policy

@@ -118,7 +118,8 @@ class SlotPrefill:
         """
         self.current_row = self._begun(np.zeros(1, np.int32), self.current_row.cache, None, 0)
         for size in self._sizes:
-            self._pass(self.current_row, size)
+            for selects in {False, self._options.config.selects_in_prefill}:
+                self._pass(self.current_row, size, selects)
         state = self.insert(state, 0, SamplingParams(seed=0))
         if self._has_passes:
             for size in self._sizes:
@@ -198,7 +199,8 @@ class SlotPrefill:
     def advance(self, row: Row) -> None:
         """Prefill the next piece of a row."""
         size = self.piece_of(row)
-        self._pass(row, size)
+        selects = self._options.config.selects_in_prefill and row.left <= size
+        self._pass(row, size, selects)
         row.done = min(row.done + size, len(row.prompt) - 1)
 
     def insert(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
@@ -266,11 +268,14 @@ class SlotPrefill:
         cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths - 1)))
         return Row(prompt, tokens, done, cache, drafter_state)
 
-    def _pass(self, row: Row, size: int) -> None:
-        """A pass of the next ``size`` tokens of the prompt, padding included."""
+    def _pass(self, row: Row, size: int, selects: bool) -> None:
+        """A pass of the next ``size`` tokens of the prompt, padding included.
+
+        ``selects``: as `prefill_chunk` takes it.
+        """
         args = (self._options.flat, row.cache, row.drafter_state, row.tokens, np.int32(row.done))
         row.cache, row.drafter_state = self._programs(
-            prefill_chunk, *args, config=self._options.config, size=size
+            prefill_chunk, *args, config=self._options.config, size=size, selects=selects
         )
 
     def _placed(self, name: str, tree: Any) -> Any:
@@ -302,8 +307,9 @@ def _prefill_slots(
         (dataclasses.replace(state.cache, lengths=rows.cache.lengths), drafter_state),
         is_leaf=lambda x: isinstance(x, Cache),
     )
+    args = (models, cache, drafter_state, rows.tokens, jnp.int32(0))
     cache, drafter_state = prefill_chunk(
-        models, cache, drafter_state, rows.tokens, jnp.int32(0), config=config, size=size
+        *args, config=config, size=size, selects=config.selects_in_prefill
     )
     rows = dataclasses.replace(rows, cache=cache, draft=drafter_state)
     return insert_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))

@@ -17,7 +17,7 @@ from jspec.ops.attention.weights import mean_weights
 from jspec.ops.key_scores import dot_scores
 from jspec.policies.append import append_tokens
 from jspec.policies.dense import DenseAttend
-from jspec.policies.guided import Guided, gather_tokens, mean_query
+from jspec.policies.guided import Guided, gather_tokens, last_token, mean_query
 from jspec.policies.read import in_slots, merged, settings_of
 from jspec.policies.selection import NewTokens
 from jspec.typing import Array, Attend, Model
@@ -60,9 +60,11 @@ class CollectingAttend(Attend):
 
     Attributes:
         positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
-        context_len: int32 ``[B]``: committed positions per row, among which layers select.
+        context_len: int32 ``[B]``: positions per row among which layers select.
         policy: The guided policy.
         policy_params: Parameters of ``policy.cache_policy``.
+        scoring: int32 ``[B, P]``: the tokens whose queries score, -1 for none; None where the
+            policy chooses them.
     """
 
     positions: Array
@@ -70,6 +72,7 @@ class CollectingAttend(Attend):
     _: dataclasses.KW_ONLY
     policy: Guided
     policy_params: Any = None
+    scoring: Array | None = None
 
     accepts_qk_rope = True
 
@@ -104,19 +107,23 @@ class CollectingAttend(Attend):
     ) -> tuple[Array, Array, Array | Queries]:
         """Output and log-sum-exp of a layer, and the positions or queries that it collects."""
         policy, spec, columns = self.policy, cache.specs[layer], cache.columns[layer]
+        scoring = self.scoring
         query_positions, key_positions = in_slots(cache, layer, self.positions)
         arguments = (q, columns["keys"], columns.get("values"), query_positions)
         settings: Any = settings_of(spec) | {"key_positions": key_positions}
-        if policy.score != "weight" and not policy.needs_verdict:
+        if scoring is None and policy.score != "weight" and not policy.needs_verdict:
             with jax.named_scope("collection"):
                 probe = mean_query(q, policy.scoring(self.positions), spec.kv_heads)
             out, lse, scores = scored_attention(*arguments, probe.astype(q.dtype), **settings)
             return out, lse, policy.pick(scores, cache, layer, self.context_len)
         out, lse = attention(*arguments, **settings)
-        queries = Queries(q, lse if sinks is None else jnp.logaddexp(lse, sinks[None, None]))
-        if policy.needs_verdict:
+        if sinks is not None and policy.score == "weight":
+            queries = Queries(q, jnp.logaddexp(lse, sinks[None, None]))
+        else:
+            queries = Queries(q, lse)
+        if scoring is None and policy.needs_verdict:
             return out, lse, queries
-        scoring = policy.scoring(self.positions)
+        scoring = policy.scoring(self.positions) if scoring is None else scoring
         return out, lse, _picked(policy, cache, layer, queries, scoring, self.context_len)
 
 
@@ -135,6 +142,30 @@ def run_collecting(
     collected below the committed lengths. Other arguments as in `CollectingAttend`.
     """
     attend = CollectingAttend(positions, cache.lengths, policy=policy, policy_params=policy_params)
+    hidden, carry = model(tokens, positions, attend, Collecting(cache))
+    return hidden, carry.cache, carry.collected
+
+
+def run_prompt(
+    model: Model,
+    tokens: Array,
+    positions: Array,
+    cache: Cache,
+    context_len: Array,
+    *,
+    policy: Guided,
+    policy_params: Any = None,
+) -> tuple[Array, Cache, Collected]:
+    """A pass of ``model`` over ``tokens [B, T]`` of prompts, of which the last query selects.
+
+    Returns the hidden states ``[B, T, D]``, the cache with the tokens' columns, and the positions
+    that each layer selected below ``context_len [B]``, which may count tokens of this pass. Other
+    arguments as in `CollectingAttend`.
+    """
+    scoring = last_token(positions)
+    attend = CollectingAttend(
+        positions, context_len, policy=policy, policy_params=policy_params, scoring=scoring
+    )
     hidden, carry = model(tokens, positions, attend, Collecting(cache))
     return hidden, carry.cache, carry.collected
 

@@ -189,9 +189,8 @@ class Guided(Budgeted):
         Padding never does. ``accepted`` int32 ``[B]``: draft tokens accepted per row, None before
         that is known.
         """
-        live = positions >= 0
-        index = jnp.where(live, jnp.arange(positions.shape[1], dtype=jnp.int32)[None], -1)
-        newest = index.max(axis=1, keepdims=True)
+        index = _token_indices(positions)
+        newest = last_token(positions)
         if self.collect == "all":
             return index
         if self.collect == "ends":
@@ -233,7 +232,7 @@ class Guided(Budgeted):
         return self.within(best, layout.capacity, context_len)
 
     def initial_selection(self, kv_heads: int, size: int, context_len: Array) -> Array:
-        """What a draft reads before any verification: the first positions, and the last ones.
+        """What a draft reads where no query has selected: the first positions, and the last ones.
 
         ``size``: the capacity of the layer. int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``.
         """
@@ -248,6 +247,20 @@ class Guided(Budgeted):
         if not self.per_head:
             return positions
         return jnp.broadcast_to(positions[:, None], (len(positions), kv_heads, positions.shape[1]))
+
+
+def _token_indices(positions: Array) -> Array:
+    """The index of each token of a pass at ``positions [B, T]``, -1 for padding."""
+    index = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(positions >= 0, index, -1)
+
+
+def last_token(positions: Array) -> Array:
+    """The index of the last token of a pass at ``positions [B, T]``, int32 ``[B, 1]``.
+
+    -1 in rows without one.
+    """
+    return _token_indices(positions).max(axis=1, keepdims=True)
 
 
 def mean_query(q: Array, scoring: Array, kv_heads: int) -> Array:
@@ -268,6 +281,16 @@ def gather_tokens(x: Array, scoring: Array) -> Array:
     """``x [B, T, ...]`` at the tokens ``scoring [B, P]``; undefined for -1."""
     index = jnp.maximum(scoring, 0).reshape(*scoring.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1)
+
+
+def positions_before(lengths: Array, size: int) -> Array:
+    """The last ``size`` positions below ``lengths [B]``, ascending, int32 ``[B, size]``.
+
+    -1 after those of rows that have fewer.
+    """
+    index = jnp.arange(size, dtype=jnp.int32)[None]
+    positions = jnp.maximum(lengths[:, None] - size, 0) + index
+    return jnp.where(positions < lengths[:, None], positions, -1)
 
 
 def with_since(picked: Array, since: Array) -> Array:

@@ -103,8 +103,8 @@ def test_a_step_leaves_what_the_next_draft_reads(tiny):
             ).all()
 
 
-def test_sync_replaces_no_selection_of_a_verification(tiny):
-    """Before the first one it selects the first and the last positions."""
+def test_sync_replaces_no_selection_of_a_query(tiny):
+    """Where there was none it selects the first and the last positions."""
     config = StepConfig(3, GuidedDraft(Vegas(budget=8, least=0)))
     state = start_decoding(tiny, prompts((40, 9)), SamplingParams(max_new_tokens=9), config)
 
@@ -116,9 +116,12 @@ def test_sync_replaces_no_selection_of_a_verification(tiny):
         jax.tree.map(np.testing.assert_array_equal, sync(*args), state.draft)
         return np.asarray(state.draft.picked[1])
 
-    initial = check(state)
+    first = check(state)
+    assert (check(step(Models(tiny), state)) != first).any()
+    fresh = config.draft.init(Models(tiny), 2, state.tokens.shape[1], 3)
+    args = (Models(tiny), fresh, state.tokens, jnp.array([39, 8], jnp.int32), 4)
+    initial = np.asarray(sync(*args).picked[1])
     assert initial.max(axis=1).tolist() == [38, 7]
-    assert (check(step(Models(tiny), state)) != initial).any()
 
 
 def test_a_guide_on_a_mesh_is_of_a_devices_positions_and_heads():

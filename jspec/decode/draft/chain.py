@@ -111,10 +111,11 @@ class Chain(Drafter):
         tokens: Array,
         lengths: Array,
         max_tokens: int,
+        target_pass: TargetPass | None = None,
     ) -> Levels:
         first, second = drafter_state
         first = self.first.sync(models, first, tokens, lengths, max_tokens)
-        return first, self.second.sync(models, second, tokens, lengths, max_tokens)
+        return first, self.second.sync(models, second, tokens, lengths, max_tokens, target_pass)
 
     def grow(self, drafter_state: Levels, capacity: int) -> Levels:
         first, second = drafter_state

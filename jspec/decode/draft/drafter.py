@@ -128,7 +128,13 @@ class Drafter:
         return None
 
     def sync(
-        self, models: Models, drafter_state: Any, tokens: Array, lengths: Array, max_tokens: int
+        self,
+        models: Models,
+        drafter_state: Any,
+        tokens: Array,
+        lengths: Array,
+        max_tokens: int,
+        target_pass: TargetPass | None = None,
     ) -> Any:
         """Bring the drafter's state to the committed tokens: called in prefill and after pauses.
 
@@ -142,6 +148,10 @@ class Drafter:
             tokens: int32 ``[B, S]``: known tokens of each row.
             lengths: int32 ``[B]``: how many of them the target's cache has.
             max_tokens: Most tokens per row to add.
+            target_pass: The target's pass over a piece of prompts of which some end there, where
+                the drafter has a `collect_policy`; None otherwise. In each row the query of the
+                last token has selected among the first ``lengths`` positions without the last
+                ``max_gamma + 1``.
 
         Returns:
             The drafter's state.

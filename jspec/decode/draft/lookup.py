@@ -166,6 +166,7 @@ class SuffixDraft(Drafter):
         tokens: Array,
         lengths: Array,
         max_tokens: int,
+        target_pass: TargetPass | None = None,
     ) -> SuffixIndex:
         # An index cannot be cut, and need not be: `draft` does not change it.
         lengths = jnp.minimum(lengths, drafter_state.length + max_tokens)

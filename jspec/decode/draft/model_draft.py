@@ -59,6 +59,7 @@ class ModelDraft(Drafter):
         tokens: Array,
         lengths: Array,
         max_tokens: int,
+        target_pass: TargetPass | None = None,
     ) -> Cache:
         model, begin = _required(models), jnp.minimum(drafter_state.lengths, lengths)
         end = jnp.minimum(begin + max_tokens, lengths)

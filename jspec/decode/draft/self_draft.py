@@ -23,7 +23,7 @@ from jspec.policies import Guided, Policy, Streaming, Vegas
 from jspec.policies.attend import run_selected
 from jspec.policies.collect import picks
 from jspec.policies.compact import Compact, CompactAttend
-from jspec.policies.guided import Guidance, padded, with_since
+from jspec.policies.guided import Guidance, padded, positions_before, with_since
 from jspec.policies.policy import check_policy
 from jspec.typing import Array, Model
 
@@ -181,8 +181,8 @@ class Guide:
     Attributes:
         picked: Of each layer that selects, int32 ``[B, n]`` or, per head, ``[B, K, n]``: positions
             below the length that the last verification began with.
-        since: int32 ``[B, max_gamma + 1]``: positions committed since then; none before the first
-            verification.
+        since: int32 ``[B, max_gamma + 1]``: positions committed since then. Before the first one
+            those that a prompt ends with; none where no query has selected.
     """
 
     picked: tuple[Array | None, ...]
@@ -205,9 +205,10 @@ class GuidedDraft(SparseDrafter):
     """Self-speculation over positions that verification itself selected (Yue et al. 2026).
 
     Each verification selects for the next draft, without a pass of its own; a draft also reads what
-    was committed since. The first draft has no verification before it, and reads the first and the
-    last positions. The draft's keys and values are written to the target's cache. With a policy
-    that refreshes, long drafts select again by hashes of the keys, which the cache then has.
+    was committed since. For the first draft the query of the last prompt token in the cache
+    selects, and the draft also reads the end of the prompt. The draft's keys and values are written
+    to the target's cache. With a policy that refreshes, long drafts select again by hashes of the
+    keys, which the cache then has.
     """
 
     policy: Guided = VEGAS
@@ -238,21 +239,34 @@ class GuidedDraft(SparseDrafter):
         return Guide(picked, jnp.full((batch, max_gamma + 1), -1, jnp.int32))
 
     def sync(
-        self, models: Models, drafter_state: Guide, tokens: Array, lengths: Array, max_tokens: int
+        self,
+        models: Models,
+        drafter_state: Guide,
+        tokens: Array,
+        lengths: Array,
+        max_tokens: int,
+        target_pass: TargetPass | None = None,
     ) -> Guide:
-        guide, has_verified = drafter_state, drafter_state.since[:, 0] >= 0
+        since = drafter_state.since
+        if target_pass is None:
+            replaced = since[:, 0] < 0
+            selections = self._initial_selections(models, lengths, tokens.shape[1])
+        else:
+            replaced = (target_pass.positions >= 0).any(axis=1)
+            selections = target_pass.collected
+            ends = positions_before(lengths, since.shape[1])
+            since = jnp.where(replaced[:, None], ends, since)
 
-        def chosen(picked: Array, initial: Array) -> Array:
-            keeps = has_verified.reshape(-1, *[1] * (picked.ndim - 1))
-            return jnp.where(keeps, picked, padded(initial, picked.shape[-1]))
+        def chosen(picked: Array, selection: Array) -> Array:
+            replaces = replaced.reshape(-1, *[1] * (picked.ndim - 1))
+            return jnp.where(replaces, padded(selection, picked.shape[-1]), picked)
 
-        initial = self._initial_selections(models, lengths, tokens.shape[1])
-        return dataclasses.replace(guide, picked=jax.tree.map(chosen, guide.picked, initial))
+        return Guide(jax.tree.map(chosen, drafter_state.picked, selections), since)
 
     def _initial_selections(
         self, models: Models, lengths: Array, capacity: int
     ) -> tuple[Array | None, ...]:
-        """What each layer reads of contexts of ``lengths [B]`` before any verification."""
+        """What each layer reads of contexts of ``lengths [B]`` where no query has selected."""
         specs = models.target.config.layers
         return tuple(
             self.policy.initial_selection(specs[layer].kv_heads, capacity, lengths)
