@@ -1,8 +1,9 @@
 """How well the bundled model answers when a policy reads for it, and how drafts are accepted.
 
 ``op=read``: percent right on RULER's tasks by policy and budget. ``op=draft``: tokens that a
-verification commits, by drafter, and how answers differ from those of plain decoding. Rows do not
-depend on the machine, but for rounding in bfloat16.
+verification commits, by drafter, and how answers differ from those of plain decoding.
+``op=overlap``: the keys that a token and one after it both select. Rows do not depend on the
+machine, but for rounding in bfloat16.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from jspec.eval.ruler_bytes import TASKS
 from jspec.models.bundled import bundled_path
 from jspec.policies import Policy, named_policy
 from jspec.policies.hata import with_hashes
+from jspec.train.samples import prefill
 
 DENSE = "dense"
 # Policies by the names of rows: with their defaults, and with settings that read 16 bytes of a key
@@ -53,6 +55,8 @@ READ: Case = {"S": 8192, "questions": 3}  # questions: of each task
 # context that sparse drafters read.
 DRAFT: Case = {"S": 8192, "texts": 16, "skip": 0, "B": 16, "new": 256, "gamma": 7, "percent": 7}
 DRAFT |= {"sampling": "greedy", "rule": "token", "exact": "no"}
+# Figure 7 of Yue et al. 2026; there 1024 keys, whatever the context.
+OVERLAP: Case = {"S": 8192, "texts": 4, "gamma": 7, "percent": 7}
 CHOICES = {"sampling": tuple(SAMPLING), "rule": ("token", "block"), "exact": ("no", "yes")}
 
 
@@ -185,6 +189,47 @@ def figures_of(measured: Row, reference: np.ndarray | None) -> Row:
     return figures
 
 
+# Keys that neighbouring tokens select
+
+
+def overlapped(case: Case, settings: Settings) -> Iterator[Row]:
+    """One row: how much the selections of neighbouring tokens share, by the gap between them."""
+    model, tokenizer = jspec.load_bundled()
+    context, gamma = case["S"], case["gamma"]
+    count = max(1, round(context * case["percent"] / 100))
+    positions = range(context, context + gamma + 1)
+    shares = []
+    with bar("overlap", case["texts"]) as advance:
+        for text in texts(tokenizer, range(case["texts"]), context + gamma + 1):
+            prefilled = prefill(model, text, positions)
+            for layer, queries in enumerate(prefilled.queries):
+                keys = np.asarray(prefilled.keys(layer), np.float32)[:context]
+                shares.append(shared_selections(queries, keys, count))
+            advance()
+    mean = np.mean(shares, axis=0)
+    by_gap = {f"gap {i}": float(np.diagonal(mean, i).mean()) for i in range(1, gamma + 1)}
+    yield row("overlap", case, REFERENCE, checked=None, selected=count, **by_gap)
+
+
+def shared_selections(queries: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
+    """The share of keys that two tokens both select, for each pair of tokens, float64 ``[M, M]``.
+
+    A token selects the ``count`` keys of its highest mean logit over the heads (Yue et al. 2026,
+    eq. 3 for one token).
+
+    Args:
+        queries: ``[M, N, H]``.
+        keys: ``[S, K, H]``.
+        count: keys that a token selects, at most S.
+    """
+    tokens, heads, size = queries.shape
+    of_head = queries.astype(np.float32).reshape(tokens, keys.shape[1], -1, size).sum(axis=2)
+    scores = np.einsum("mkh,skh->ms", of_head, keys) / heads
+    selected = np.zeros(scores.shape)
+    np.put_along_axis(selected, np.argsort(-scores, axis=1)[:, :count], 1, axis=1)
+    return selected @ selected.T / count
+
+
 READING = Benchmark(
     name="read",
     default=READ,
@@ -208,11 +253,21 @@ DRAFTING = Benchmark(
     names=tuple(drafters(7)),
     rows=drafted,
 )
+OVERLAPPING = Benchmark(
+    name="overlap",
+    default=OVERLAP,
+    gpu=["S=8K", "S=31K"],
+    quick=["S=2K,texts=2"],
+    cpu=["S=2K,texts=2", "S=8K"],
+    names=(REFERENCE,),
+    rows=overlapped,
+)
 SUITE = dataclasses.replace(
     suite_of(
         "quality",
-        "RULER by policy and budget, and accepted lengths by drafter, of the bundled model",
-        *(READING, DRAFTING),
+        "RULER by policy and budget, accepted lengths by drafter, and what neighbouring tokens "
+        "select, of the bundled model",
+        *(READING, DRAFTING, OVERLAPPING),
     ),
     custom_clocks=True,
 )

@@ -27,6 +27,7 @@ from jspec.ops import registry
 BEGIN = "<!-- table {}: written by `python -m bench report` -->"
 END = "<!-- end of table -->"
 NEAR = 1.03  # times of the fastest backend
+RIVAL = "best rival"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Entry:
     cases: Sequence[Mapping[str, Any]]
     work: str | None = "read"
     without: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def enough(self) -> int:
+        """Backends that have to run a case before one of them is called the fastest."""
+        return min(3, len(COLUMNS) - len(self.without))
 
 
 VERIFY = {"B": 32, "alpha": 0.9}
@@ -184,6 +190,11 @@ class Point:
     timed: Mapping[str, Timed | None]
     rival: Timed | None
 
+    @property
+    def times(self) -> dict[str, float]:
+        """Microseconds of each column that ran."""
+        return {column: timed.time for column, timed in self.timed.items() if timed}
+
 
 def points(
     entry: Entry, case: Mapping[str, Any], runs: Sequence[Run]
@@ -230,15 +241,19 @@ def _lines(
     entry: Entry, case: Mapping[str, Any], runs: Sequence[Run], notes: dict[str, int]
 ) -> Iterator[dict[str, str]]:
     """A line for each card."""
-    for card, point in points(entry, case, runs):
+    by_card = dict(points(entry, case, runs))
+    ran = {column for point in by_card.values() for column in point.times}
+    for card, point in by_card.items():
         line = {"operation": entry.operation, "case": case_words(case, UNSAID), "card": card}
-        best = min((timed.time for timed in point.timed.values() if timed), default=None)
+        best = min(point.times.values()) if len(point.times) >= entry.enough else None
         for column, timed in point.timed.items():
-            if timed is None:
-                line[column] = _without(entry, column, point.rows, notes)
-            else:
+            if timed is not None:
                 words = timed.words(entry.work)
                 line[column] = f"**{words}**" if timed.time == best else words
+            elif column in ran:  # what an older version refused
+                line[column] = NOT_MEASURED
+            else:
+                line[column] = _without(entry, column, point.rows, notes)
         line["best rival"] = "none" if point.rows else NOT_MEASURED
         if point.rival is not None:
             line["best rival"] = f"{point.rival.words(entry.work)}, {point.rival.row['name']}"
@@ -257,32 +272,26 @@ def _without(entry: Entry, column: str, rows: Sequence[Row], notes: dict[str, in
     return f"[{notes.setdefault(reason, len(notes) + 1)}]"
 
 
-def costs(runs: Sequence[Run]) -> str:
-    """How many times the fastest backend's time each one takes, over the cases of a family."""
-    times: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for family, entries in FAMILIES.items():
-        for entry in entries:
-            for case in entry.cases:
-                for card, point in points(entry, case, runs):
-                    measured = {name: x.time for name, x in point.timed.items() if x}
-                    for name, time in measured.items():
-                        of_family = times.setdefault((family, card), {})
-                        of_family.setdefault(name, []).append(time / min(measured.values()))
-    return table(
-        [
-            Line(
-                {"family": family, "card": card}
-                | {
-                    name: f"{min(x):.2f} to {max(x):.2f}"
-                    if (x := by_name.get(name))
-                    else NOT_MEASURED
-                    for name in COLUMNS
-                }
-            )
-            for (family, card), by_name in times.items()
-        ],
-        2,
-    )
+def slowdowns(runs: Sequence[Run]) -> str:
+    """How many times the fastest backend's time each one takes, over the cases of an operation that
+    `Entry.enough` backends ran."""
+    times: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for entry in (entry for entries in FAMILIES.values() for entry in entries):
+        for case in entry.cases:
+            for card, point in points(entry, case, runs):
+                if len(measured := point.times) >= entry.enough:
+                    best = min(measured.values())
+                    ratios = {name: time / best for name, time in measured.items()}
+                    times.setdefault((entry.operation, card), []).append(ratios)
+    lines = []
+    for (operation, card), of_cases in times.items():
+        cells = {"operation": operation, "card": card, "cases": str(len(of_cases))}
+        for name in COLUMNS:
+            ratios = sorted(f"{x[name]:.2f}" for x in of_cases if name in x)
+            span = ratios[:1] + ratios[-1:] if len(set(ratios)) > 1 else ratios[:1]
+            cells[name] = " to ".join(span)
+        lines.append(Line(cells))
+    return table(lines, 2) or f"Slowdowns: {NOT_MEASURED}.\n"
 
 
 def scans(runs: Sequence[Run]) -> str:
@@ -349,7 +358,7 @@ def _resources(family: str, backend: str, runs: Sequence[Run]) -> dict[str, str]
 
 
 def draw(family: str, runs: Sequence[Run], path: Path) -> bool:
-    """Draw how fast each backend is, as a share of the fastest one or rival; whether any ran.
+    """Draw how fast each backend and the best rival are over the fastest backend; whether any ran.
 
     A panel for each card, a group of bars for each case.
     """
@@ -357,12 +366,12 @@ def draw(family: str, runs: Sequence[Run], path: Path) -> bool:
     for entry in FAMILIES[family]:
         for case in entry.cases:
             for card, point in points(entry, case, runs):
-                every = {**point.timed, "best rival": point.rival}
-                times = {name: timed.time for name, timed in every.items() if timed}
                 words = f"{entry.operation}\n{case_words(case, UNSAID)}"
-                if times:
-                    best = min(times.values())
-                    speeds = {name: best / time for name, time in times.items()}
+                if point.times:
+                    best = min(point.times.values())
+                    speeds = {name: best / time for name, time in point.times.items()}
+                    if point.rival is not None:
+                        speeds[RIVAL] = best / point.rival.time
                     groups.setdefault(card, {})[words] = speeds
     if not groups:
         return False
@@ -374,20 +383,27 @@ def draw(family: str, runs: Sequence[Run], path: Path) -> bool:
             _bars(axis, card, labels, cases)
         every[0].set_yticks(range(len(labels)), labels, fontsize=7)
         every[0].invert_yaxis()
-        figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        handles = {}
+        for axis in every:
+            shown, names = axis.get_legend_handles_labels()
+            handles |= dict(zip(names, shown, strict=True))
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=5)
     return True
 
 
 def _bars(
     axis: Any, card: str, labels: Sequence[str], cases: Mapping[str, Mapping[str, float]]
 ) -> None:
-    names = [*COLUMNS, "best rival"]
+    names = [*COLUMNS, RIVAL]
     height = 0.8 / len(names)
     for index, name in enumerate(names):
+        if not any(name in speeds for speeds in cases.values()):
+            continue
         speeds = {labels.index(words): x[name] for words, x in cases.items() if name in x}
         places = [place + (index - 2) * height for place in speeds]
-        axis.barh(places, list(speeds.values()), height, label=name)
-    axis.set(xlim=(0, 1.02), xlabel="speed, of the fastest")
+        axis.barh(places, list(speeds.values()), height, label=name, color=f"C{index}")
+    axis.axvline(1, color="gray", linewidth=0.5)
+    axis.set(xlabel="speed over the fastest backend")
     axis.set_title(card, fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -408,14 +424,14 @@ def defaults(runs: Sequence[Run]) -> str:
                 worst = max(costs, key=costs.__getitem__)
                 near = sum(cost <= NEAR for cost in costs.values())
                 cells = {"operation": operation.name, "card": card, "cases": str(len(costs))}
-                cells |= {"within 3 %": str(near), "worst": ratio(1 / costs[worst])}
+                cells |= {"within 3 %": str(near), "worst slowdown": f"{costs[worst]:.2f}x"}
                 lines.append(Line(cells | {"its sizes": worst if costs[worst] > NEAR else ""}))
     return table(lines, 2) or f"Defaults: {NOT_MEASURED}.\n"
 
 
 TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     **{name: lambda runs, name=name: operations(name, runs) for name in FAMILIES},
-    "costs": costs,
+    "slowdowns": slowdowns,
     "scans": scans,
     "kernels": kernels,
     "steps": whole.steps,

@@ -48,9 +48,9 @@ def steps(runs: Sequence[Run]) -> str:
             lines.append(Line({"step": words, "card": card} | columns))
     if not lines:
         return f"Steps by backend: {NOT_MEASURED}.\n"
-    words = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in notes.items())
+    words = "".join(f"- {column}: {', '.join(choices)}\n" for column, choices in notes.items())
     return table(lines, 2) + (
-        f"\nTaken in place of the preferred backend: {words}.\n" if notes else ""
+        f"\nWhat ran in place of the preferred backend:\n\n{words}" if notes else ""
     )
 
 
@@ -58,8 +58,8 @@ def _note(preferred: str, choices: Sequence[Row], notes: dict[str, dict[str, Non
     """Add why operations took another backend than the preferred one, each reason once."""
     for choice in choices:
         if choice["reason"] is not None:
-            words = f"{choice['operation']} by {choice['backend']} for {preferred}"
-            notes.setdefault(choice["reason"], {})[words] = None
+            words = f"`{choice['operation']}` by {choice['backend']} ({choice['reason']})"
+            notes.setdefault(preferred, {})[words] = None
 
 
 def sharded(runs: Sequence[Run]) -> str:

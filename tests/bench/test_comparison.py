@@ -66,14 +66,13 @@ def test_of_several_runs_that_with_most_backends_stands_and_others_fill_gaps():
     assert same.timed == point.timed
 
 
-def test_costs_are_ratios_to_the_fastest_backend_over_the_cases_of_a_family():
-    other = {"case": CASE | {"T": 10}}
-    rows = [row("triton", 200), row("pallas", 250), row("fa3", 100)]
-    rows += [row("triton", 300, **other), row("cuda", 200, **other)]
-    (cells,) = lines(comparison.costs([run(*rows)]))
-    assert cells[:2] == ["attention", "H100"]
-    missing = comparison.NOT_MEASURED
-    assert cells[2:] == ["1.25 to 1.25", "1.00 to 1.00", "1.00 to 1.50", missing]
+def test_slowdowns_are_ratios_to_the_fastest_backend_over_the_cases_of_an_operation():
+    other, single = {"case": CASE | {"T": 10}}, {"case": CASE | {"B": 8, "S": 32768}}
+    rows = [row("triton", 200), row("pallas", 250), row("xla", 900), row("fa3", 100)]
+    rows += [row("triton", 300, **other), row("cuda", 200, **other), row("xla", 500, **other)]
+    rows += [row("pallas", 10, **single), row("triton", 20, **single)]
+    (cells,) = lines(comparison.slowdowns([run(*rows)]))
+    assert cells == ["attention", "H100", "2", "1.25", "1.00", "1.00 to 1.50", "2.50 to 4.50"]
 
 
 def test_scans_compare_the_naive_kernel_with_the_ballot_kernel():
@@ -101,7 +100,7 @@ def test_steps_say_what_another_backend_ran():
     (cells,) = lines(text)
     assert cells[:2] == ["m, B=4, S=8K, vegas, greedy", "H100"]
     assert cells[2:] == ["8.00 ms (1.25)", "9.00 ms (1.25)", *["not measured"] * 3]
-    assert "it has no backend pallas: linear by xla for pallas" in text
+    assert "- pallas: `linear` by xla (it has no backend pallas)\n" in text
     assert "not measured" in whole.steps([run(step("default", 8), suite="decode")])
 
 

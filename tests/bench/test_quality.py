@@ -1,5 +1,7 @@
 """The suite `quality`: what it asks for, what becomes of scores and answers, and its checks."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -99,3 +101,31 @@ def test_cases_and_defaults(monkeypatch):
     for benchmark, text in ((READ, "gamma=2"), (DRAFT, "questions=2"), (DRAFT, "rule=lax")):
         with pytest.raises(ValueError, match="must be one of"):
             benchmark.case(text)
+
+
+def test_selections_are_those_of_the_mean_logit_of_all_heads():
+    rng = np.random.default_rng(0)
+    queries, keys = rng.standard_normal((3, 4, 8)), rng.standard_normal((20, 2, 8))
+    selected = []
+    for query in queries:
+        logits = np.array([[key[head // 2] @ query[head] for head in range(4)] for key in keys])
+        selected.append(set(np.argsort(logits.mean(axis=1))[-5:]))
+    expected = [[len(a & b) / 5 for b in selected] for a in selected]
+    np.testing.assert_allclose(quality.shared_selections(queries, keys, 5), expected)
+    assert 0 < expected[0][1] < 1
+
+
+def test_overlaps_are_means_over_layers_and_texts_by_gap(monkeypatch):
+    """Each token selects one key: neighbours the same one, tokens two apart another."""
+    asked = []
+
+    def prefill(model, text, positions):
+        asked.append((len(text), list(positions)))
+        queries = np.eye(4, dtype=np.float32)[[0, 0, 1]][:, None]
+        return SimpleNamespace(queries=[queries] * 2, keys=lambda layer: np.eye(4)[:, None])
+
+    monkeypatch.setattr(quality, "prefill", prefill)
+    case = quality.OVERLAPPING.case("S=4,texts=2,gamma=2,percent=25")
+    (row,) = quality.OVERLAPPING.rows(case, Settings())
+    assert asked == [(7, [4, 5, 6])] * 2
+    assert (row["selected"], row["gap 1"], row["gap 2"]) == (1, 0.5, 0)
