@@ -95,9 +95,11 @@ def verify_and_pack_pallas(
 
         chunks = lax.div(row_count * width + span - 1, jnp.int32(span))
 
-        turns = lax.div(chunks - part + blocks.row_programs - 1, jnp.int32(blocks.row_programs))
+        chunk_count = lax.div(
+            chunks - part + blocks.row_programs - 1, jnp.int32(blocks.row_programs)
+        )
 
-        @pl.loop(jnp.int32(0), turns)
+        @pl.loop(jnp.int32(0), chunk_count)
         def _(i):
             chunk = part + i * blocks.row_programs
             pack.copy_chunk((source.at[at], packed), offset, row_count, chunk, (gamma, width, span))

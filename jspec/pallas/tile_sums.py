@@ -39,11 +39,11 @@ class Blocks:
     """Block sizes of the kernel.
 
     Attributes:
-        turns: tiles of a position that each warp of a program sums, a power of 2.
+        warp_tiles: tiles of a position that each warp of a program sums, a power of 2.
         ptx: whether `NearWeights` come from PTX.
     """
 
-    turns: int
+    warp_tiles: int
     ptx: bool = False
 
 
@@ -60,7 +60,7 @@ def sum_tiles(
     """The tiles of the first ``lengths [B] + bonus_positions`` positions of each row."""
     batch, positions, vocabulary = logits.shape
     tiles, width, flat = -(-vocabulary // TILE), width_of(vocabulary), padded(logits)
-    count = min(WARPS * blocks.turns, max(WARPS, 1 << (tiles - 1).bit_length()))
+    count = min(WARPS * blocks.warp_tiles, max(WARPS, 1 << (tiles - 1).bit_length()))
     groups = -(-tiles // count)
     vector = math.gcd(16 // flat.dtype.itemsize, flat.shape[-1])
     layout = tile_layout(WARPS, LANES * vector, vector)

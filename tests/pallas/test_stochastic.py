@@ -29,7 +29,7 @@ from tests.ops.laws import SAMPLED, sampling_of
 from tests.pallas.mosaic import interpret, lower
 from tests.triton.interpreter import INSTRUCTIONS
 
-BLOCKS = Blocks(turns=1)
+BLOCKS = Blocks(warp_tiles=1)
 runs_of_arrays = pytest.mark.usefixtures("runs_of_arrays")
 draw = functools.partial(sample_pallas, role=Role.BONUS, filtered=False, axis_name=None)
 drawn = jax.jit(functools.partial(sample_xla, role=Role.BONUS, filtered=False, axis_name=None))
