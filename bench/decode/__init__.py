@@ -53,6 +53,7 @@ USUAL = ("vegas", "vegas-first", "streaming", "quest", "specextend", "vegas-int8
 READS = ("dense", "hata", "quest_32", "loki", "magicpig", "exact_topk", "streaming")
 CHOICES = {"model": tuple(MODELS), "exact": ("no", "yes"), "sampling": tuple(SAMPLING)}
 SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K")
+SMALL = "qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b"
 SHAPES = tuple(name for name in MODELS if name not in ("tiny", "llama-2-7b"))
 
 
@@ -189,6 +190,7 @@ DRAFT = benchmark_of(
         *("B=4,S=120K", "model=gpt-oss-20b-attention,B=20,gamma=7", "B=64,S=8K,gamma=6"),
         *("B=32,S=20K", "B=4,S=120K,exact=yes", "model=qwen3-30b-a3b"),
         *("model=gpt-oss-20b", "model=gpt-oss-20b-mxfp4", "model=gemma-3-4b"),
+        *(f"model={name},B=64,S=8K,gamma=5" for name in SMALL),
     ],
     quick=["B=4,S=120K"],
     cpu=["model=tiny,B=2,S=300,gamma=2"],

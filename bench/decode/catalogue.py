@@ -18,16 +18,30 @@ from jspec.parts import ClampedSwiGLU, Experts, Rope, RopeScaling
 CONTEXT = 131072  # of every model here; Qwen3 reaches it by YaRN, which costs no time
 
 
-def _qwen3(**settings: Any) -> ModelConfig:
+def _qwen3(layers: int = 36, heads: int = 32, **settings: Any) -> ModelConfig:
     return ModelConfig.uniform(
         vocab_size=151936,
-        num_layers=36,
-        num_heads=32,
+        num_layers=layers,
+        num_heads=heads,
         num_kv_heads=8,
         head_size=128,
         rope_theta=1e6,
         qk_norm=True,
         family="qwen3",
+        max_context=CONTEXT,
+        **settings,
+    )
+
+
+def _llama3(factor: float, **settings: Any) -> ModelConfig:
+    """A Llama 3 model; ``factor``: by which its context was extended."""
+    return ModelConfig.uniform(
+        vocab_size=128256,
+        num_heads=32,
+        num_kv_heads=8,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling("llama3", factor, original_context=8192),
+        norm_eps=1e-5,
         max_context=CONTEXT,
         **settings,
     )
@@ -98,18 +112,18 @@ MODELS: dict[str, ModelConfig] = {
     "tiny": TINY,
     "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288),
     "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_embeddings=True),
-    "llama-3.1-8b": ModelConfig.uniform(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling("llama3", 8.0, original_context=8192),
-        norm_eps=1e-5,
-        max_context=CONTEXT,
+    "qwen3-1.7b": _qwen3(28, 16, hidden_size=2048, intermediate_size=6144, tie_embeddings=True),
+    "qwen3-0.6b": _qwen3(28, 16, hidden_size=1024, intermediate_size=3072, tie_embeddings=True),
+    "llama-3.1-8b": _llama3(
+        8.0, hidden_size=4096, intermediate_size=14336, num_layers=32, head_size=128
+    ),
+    "llama-3.2-1b": _llama3(
+        32.0,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        head_size=64,
+        tie_embeddings=True,
     ),
     "llama-2-7b": ModelConfig.uniform(
         vocab_size=32000,
