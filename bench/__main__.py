@@ -26,6 +26,7 @@ from bench import (
     attention,
     counters,
     decode,
+    defaults,
     hata,
     helix,
     pack,
@@ -45,7 +46,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(verify, pack, attention, select, hata),
-        *(decode, real, serving, helix, quality, counters),
+        *(decode, real, serving, defaults, helix, quality, counters),
     )
 }
 ALONE = (real.SUITE.name, counters.SUITE.name)  # needs a model, needs ncu
@@ -126,17 +127,18 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 
 
 def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path | None:
-    """The path of the model for the suite `real`, None for other suites."""
+    """The path of the model for the suites `real` and `defaults`, None for the bundled one."""
     if asked.suite != real.SUITE.name:
-        for option, value in (("--resume", asked.resume), ("--model", asked.model)):
-            if value:
-                parser.error(f"{option} does not apply to {asked.suite}, only to {real.SUITE.name}")
-        return None
-    if asked.model is None:
+        if asked.resume:
+            parser.error(f"--resume does not apply to {asked.suite}, only to {real.SUITE.name}")
+        if asked.model and asked.suite != defaults.SUITE.name:
+            suites = f"{real.SUITE.name} and {defaults.SUITE.name}"
+            parser.error(f"--model does not apply to {asked.suite}, only to {suites}")
+    elif asked.model is None:
         parser.error("real needs --model, a GGUF file or a model directory")
     if asked.resume and not asked.json:
         parser.error("--resume needs --json, the result to continue")
-    if not asked.model.exists():
+    if asked.model and not asked.model.exists():
         parser.error(f"--model {asked.model} does not exist")
     return asked.model
 
@@ -188,7 +190,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="F", type=Path, help="write the result; `all`: a folder")
     parser.add_argument("--resume", action="store_true", help="real: continue the result of --json")
     parser.add_argument(
-        "--model", metavar="FILE", type=Path, help="real: a GGUF file or a model directory"
+        "--model",
+        metavar="FILE",
+        type=Path,
+        help="real, defaults: a GGUF file or a model directory",
     )
     return parser
 

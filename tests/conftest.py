@@ -41,6 +41,7 @@ from jax._src.interpreters import mlir
 
 import jspec
 from jspec.config import ModelConfig
+from jspec.decode import options
 from jspec.decode.programs import PROGRAMS
 from jspec.models import checkpoint
 from jspec.models.bundled import bundled_path
@@ -56,6 +57,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 MAPS = Path("/proc/self/maps")
+USUAL_GAMMA = options.usual_gamma
 TRACED_AGAIN = ("jspec", "bench", "examples", "tests")  # packages whose functions tests replace
 
 TINY = ModelConfig.uniform(
@@ -143,6 +145,17 @@ def _lower_in_one_context():
     context = mlir.make_ir_context()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mlir, "make_ir_context", lambda: context)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_usual_gamma():
+    """Decode with one gamma where a test names none: a chosen one compiles several programs.
+
+    `tests.decode.test_default_gamma` is about the choice.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "usual_gamma", lambda draft: (draft.traits.default_gamma, None))
         yield
 
 

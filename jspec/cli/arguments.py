@@ -136,7 +136,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--gamma",
         type=_gamma,
         metavar="N",
-        help="most draft tokens a step, or auto: by measured times and acceptance",
+        help="most draft tokens a step; auto, by measured times and acceptance, is the default "
+        "where it changes no token of a seed",
     )
     add("--settings", metavar="FILE.json", help="draft and gamma, as jspec tune writes them")
     rules = "how a sampled draft is verified: token by token, or as a block; default %(default)s"

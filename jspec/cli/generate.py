@@ -164,10 +164,9 @@ def _draft(arguments: argparse.Namespace, *, is_lossy: bool) -> tuple[Drafter, G
         )
     if draft.traits.needs_model != (arguments.draft_model is not None):
         raise ValueError("--draft model and --draft-model DIR go together; pass both or neither")
-    gamma = draft.traits.default_gamma if gamma is None else gamma
     if gamma == "auto" and isinstance(draft, NoDraft):
         raise ValueError("--gamma auto chooses how much a drafter drafts; --draft none has none")
-    if gamma != "auto" and gamma < 0:
+    if isinstance(gamma, int) and gamma < 0:
         raise ValueError(f"--gamma {gamma} must be at least 0, which decodes plainly")
     if arguments.context is not None and arguments.context < 2:
         raise ValueError(f"--context {arguments.context} must be at least 2")

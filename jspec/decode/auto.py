@@ -17,6 +17,9 @@ from jspec.decode.state import DecodeState, FlatModels, Models
 
 LADDER = (0, 1, 2, 4, 8, 16)
 TIMES = 5  # last chunks whose median is the cost of a gamma
+PACES = 5  # last chunks, of any gamma, whose median is the pace of the device
+SETTLED = 3  # times of a gamma from which on its next one tells the pace
+STEADY = 0.15  # share by which the pace must change to count
 ACCEPTED = 0.8  # assumed acceptance rate of draft tokens before any is measured
 WORTH = 1.01  # factor by which a longer draft must be better than a shorter one
 PROBING = 0.003  # share of the time that may be spent to measure a gamma again
@@ -142,10 +145,12 @@ class GammaChoice:
     accepts little weighs more than one that accepts much, as it needs more steps.
 
     The time of a step is measured: the median of a gamma's last chunks, without its first ``warm``
-    ones. Steps take longer the more rows are live, by an amount per live row that is assumed to be
-    the same for all gammas, and times are compared at the live rows of the next chunk. A gamma that
-    never ran is tried if it would win at the cost of the longest shorter one; 0 is always tried. A
-    gamma that lost is measured again when its neighbour runs, in a bounded share of the time.
+    ones, divided by the pace: how many times as long as usual the last chunks took, whatever their
+    gammas. Steps take longer the more rows are live, by an amount per live row that is assumed to
+    be the same for all gammas, and times are compared at the live rows of the next chunk. A gamma
+    that never ran is tried if it would win at the cost of the longest shorter one; 0 is always
+    tried. A gamma that lost is measured again when its neighbour runs, in a bounded share of the
+    time.
 
     A gamma may be chosen while up to `MAX_UNREAD` chunks before it run. It depends only on chunks
     that were read.
@@ -167,6 +172,10 @@ class GammaChoice:
         self.probing: int | None = None  # the gamma that is measured again
         self.probe_end = 0  # the number of chunks by which it has been measured, if it ran
         self.row_seconds = 0.0  # seconds that a live row adds to a step
+        # How many times as long as usual a step takes: a device that others share slows down and
+        # recovers, which would count against the gamma that runs.
+        self.pace = 1.0
+        self.paces = deque[float](maxlen=PACES)
         self.live = 0.0  # live rows of the next chunk
         self.current = self.start
         self.seconds_per_token = 0.0  # with the current gamma
@@ -184,7 +193,9 @@ class GammaChoice:
         self.last_run[gamma] = self.chunks
         if seconds is not None:
             if self.runs[gamma] > self.warm:
-                self._fit_row_seconds(gamma, StepTime(seconds, live.sum() / len(live)))
+                rows = float(live.sum() / len(live))
+                seconds = self._at_usual_pace(gamma, seconds, rows)
+                self._fit_row_seconds(gamma, StepTime(seconds, rows))
             self.allowance += PROBING * seconds
             if gamma == self.probing and self.times[gamma]:  # first runs are slow only once
                 loss = seconds - self.seconds_per_token * _tokens_of(accepted, live)
@@ -231,6 +242,15 @@ class GammaChoice:
         times = self.times[gamma]
         return statistics.median(t.seconds + self.row_seconds * (self.live - t.live) for t in times)
 
+    def _at_usual_pace(self, gamma: int, seconds: float, live: float) -> float:
+        """What a step of ``seconds`` takes at the usual pace of the device."""
+        usual = [t.seconds for t in self.times[gamma] if abs(t.live - live) < 0.5]
+        if len(usual) >= SETTLED:
+            self.paces.append(seconds / statistics.median(usual))
+            pace = statistics.median(self.paces)
+            self.pace = 1.0 if abs(pace - 1) < STEADY else pace
+        return seconds / self.pace
+
     def _fit_row_seconds(self, gamma: int, time: StepTime) -> None:
         """Add a time of a gamma, and fit again what a live row costs.
 
@@ -273,8 +293,13 @@ def _tokens_of(accepted: np.ndarray, live: np.ndarray) -> float:
     return float(ran.sum() / (steps[ran] / tokens[ran]).sum())
 
 
-def choice_of(models: Models | FlatModels, state: DecodeState, config: StepConfig) -> GammaChoice:
-    """What chooses the gamma of each chunk for such a state, whose longest steps are of ``config``.
+def choice_of(
+    models: Models | FlatModels,
+    state: DecodeState,
+    config: StepConfig,
+    ladder: tuple[int, ...] = LADDER,
+) -> GammaChoice:
+    """What chooses among ``ladder`` for each chunk of such a state; ``config``: the longest step's.
 
     It is cached by all that times depend on, the capacity within a factor of two, so that later
     calls begin with what earlier ones measured.
@@ -282,13 +307,13 @@ def choice_of(models: Models | FlatModels, state: DecodeState, config: StepConfi
     leaves, structure = jax.tree.flatten(models)
     batch, capacity = state.tokens.shape
     model = (structure, tuple((x.shape, x.dtype) for x in leaves))
-    key = (config, batch, capacity.bit_length(), state.mode, model)
+    key = (config, ladder, batch, capacity.bit_length(), state.mode, model)
     with _LOCK:
         choice = _CHOICES.pop(key, None)
         if choice is None:
             # A GPU records a program's launches in its second run.
             warm = 1 if jax.default_backend() == "cpu" else 2
-            choice = GammaChoice(LADDER, config.draft.traits.default_gamma, warm)
+            choice = GammaChoice(ladder, config.draft.traits.default_gamma, warm)
         _CHOICES[key] = choice
         while len(_CHOICES) > MAX_CHOICES:
             _CHOICES.popitem(last=False)

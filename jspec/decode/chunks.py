@@ -170,13 +170,15 @@ class Chunks:
         ``state`` is donated. ``left`` int ``[B]``: most tokens that each row commits after those
         that were read, 0 where it has ended.
         """
-        options, config, choice = self.options, self.options.config, None
-        if len(options.configs) > 1:
-            choice = choice_of(options.flat, state, config)
+        options, choice = self.options, None
+        configs = options.configs_of(state.mode)
+        if len(configs) > 1:
+            choice = choice_of(options.flat, state, options.config, tuple(configs))
             gamma = choice.choose(self._acceptance, self._left_after_work(left))
-            if self.is_shared:
-                gamma = agreed(gamma)
-            config = options.configs[gamma]
+            config = configs[agreed(gamma) if self.is_shared else gamma]
+        else:
+            (config,) = configs.values()
+        if len(options.configs) > 1:
             state = self._with_synced_drafter(state, config)
         prompts, self._prompts = self._prompts, None
         begin = self._now()
@@ -254,10 +256,9 @@ class Chunks:
         """The same state, all of whose rows are done, with every program compiled that `start` may
         need.
         """
-        configs = self.options.configs
-        for config in configs.values():
+        for config in self.options.configs_of(state.mode).values():
             state, _ = self._chunk(state, config)
-        if len(configs) > 1 and self.options.config.draft.traits.needs_model:
+        if len(self.options.configs) > 1 and self.options.config.draft.traits.needs_model:
             state = self._synced(state)
         return state
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.config import positive
+from jspec.config import SamplingMode, positive
 from jspec.decode.auto import LADDER
 from jspec.decode.checks import check_exact, check_models
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
@@ -35,9 +35,9 @@ class DecodeOptions(TypedDict, total=False):
     Attributes:
         draft: Where draft tokens come from. None is ``NoDraft()``: plain decoding by the same code.
             The default is ``SelfDraft()``, of `jspec.LLM` ``NgramDraft()``.
-        gamma: Most draft tokens per step; None, the default, takes the drafter's usual number.
-            ``"auto"`` chooses it for each chunk by measured times and acceptance
-            (docs/drafting.md).
+        gamma: Most draft tokens per step. ``"auto"`` chooses it for each chunk by measured times
+            and acceptance (docs/drafting.md). None, the default, is ``"auto"`` where that changes
+            no seeded token, as `usual_gamma` says.
         draft_model: The second model, for ``ModelDraft()``.
         target: The policy by which the model itself reads the context when it decodes. The default
             is ``Dense()``; any other is not lossless, and needs ``draft=None``.
@@ -45,7 +45,7 @@ class DecodeOptions(TypedDict, total=False):
         policy_params: What `jspec.policies.prepare_params` made for a policy that needs parameters;
             None, the default, makes them of the model, and in `jspec.LLM` of a text.
         steps_per_chunk: Steps between two calls of ``on_tokens``. None, the default, is 4 on a CPU,
-            or where drafts take passes of a model and gamma is a number, else 16.
+            or where drafts take passes of a model and ``gamma="auto"`` is not passed, else 16.
         cache_dtype: Dtype of the target's keys and values; None, the default, is the model's.
         backends: Backends of operations by name, as in ``{"verify_greedy": "cuda"}``.
         exact: Whether greedy tokens are those of plain decoding bit for bit, also in bfloat16 and
@@ -73,6 +73,8 @@ class ResolvedOptions:
         flat: The same, as programs take them.
         config: The config of the longest step.
         configs: The configs that a chunk may take, by gamma: several with ``gamma="auto"``.
+        sampled_gamma: The gamma of chunks with sampled requests; None where it is chosen for them
+            as for others.
         steps: Steps of a chunk.
         cache_dtype: As in `DecodeOptions`.
     """
@@ -81,6 +83,7 @@ class ResolvedOptions:
     flat: FlatModels
     config: StepConfig
     configs: Mapping[int, StepConfig]
+    sampled_gamma: int | None
     steps: int
     cache_dtype: DTypeLike | None
 
@@ -94,11 +97,13 @@ class ResolvedOptions:
         policy_params = options.get("policy_params")
         models = Models(model, options.get("draft_model"), policy_params)
         check_models(models)
-        draft, gamma = options.get("draft", SelfDraft()), options.get("gamma")
+        draft, asked = options.get("draft", SelfDraft()), options.get("gamma")
         draft = NoDraft() if draft is None else draft
         check_draft(draft)
+        usual, sampled_gamma = usual_gamma(draft)
+        gamma = usual if asked is None else asked
         config = StepConfig(
-            draft.traits.default_gamma if gamma is None or gamma == "auto" else gamma,
+            draft.traits.default_gamma if gamma == "auto" else gamma,
             draft,
             options.get("backends", Backends()),
             options.get("target", Dense()),
@@ -110,7 +115,7 @@ class ResolvedOptions:
                 "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0 for plain "
                 "decoding"
             )
-        gammas = LADDER if gamma == "auto" else (config.gamma,)
+        gammas = sorted({*LADDER, config.gamma}) if gamma == "auto" else [config.gamma]
         configs = {gamma: dataclasses.replace(config, gamma=gamma) for gamma in gammas}
         config = configs[gammas[-1]]
         if config.exact:
@@ -129,10 +134,29 @@ class ResolvedOptions:
                 "takes one with quantized=, and makes it where there is none"
             )
         steps_per_chunk = options.get("steps_per_chunk")
-        usual = usual_steps(draft, gamma)
-        steps = usual if steps_per_chunk is None else positive("steps_per_chunk", steps_per_chunk)
+        steps = usual_steps(draft, asked)
+        if steps_per_chunk is not None:
+            steps = positive("steps_per_chunk", steps_per_chunk)
         models, dtype = _on_device(models), options.get("cache_dtype")
-        return cls(models, FlatModels.of(models), config, configs, steps, dtype)
+        flat, sampled_gamma = FlatModels.of(models), sampled_gamma if asked is None else None
+        return cls(models, flat, config, configs, sampled_gamma, steps, dtype)
+
+    def configs_of(self, mode: SamplingMode) -> Mapping[int, StepConfig]:
+        """The configs that a chunk of ``mode`` may take, by gamma."""
+        if mode == "greedy" or self.sampled_gamma is None:
+            return self.configs
+        return {self.sampled_gamma: self.configs[self.sampled_gamma]}
+
+
+def usual_gamma(draft: Drafter) -> tuple[int | Literal["auto"], int | None]:
+    """The gamma where the caller names none, and that of chunks with sampled requests.
+
+    The latter is None where it is the same. What ``"auto"`` chooses follows measured times, so that
+    it may not decide about sampled tokens: those of drafts with logits depend on gamma.
+    """
+    if isinstance(draft, NoDraft):
+        return 0, None
+    return "auto", None if draft.traits.one_hot else draft.traits.default_gamma
 
 
 def check_names(options: Mapping[str, Any]) -> None:

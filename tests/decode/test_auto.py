@@ -51,7 +51,7 @@ class World:
 
     def __init__(self, draft: float, verify: float, rate: float, rows: int, seed: int = 0):
         self.per_token = draft + verify
-        self.rate, self.rows = rate, rows
+        self.rate, self.rows, self.speed = rate, rows, 1.0
         self.rng = np.random.default_rng(seed)
         self.runs: dict[int, int] = dict.fromkeys(LADDER, 0)
 
@@ -64,7 +64,7 @@ class World:
 
     def chunk(self, gamma: int) -> tuple[float, np.ndarray]:
         self.runs[gamma] += 1
-        seconds = self.cost(gamma) * self.rng.lognormal(0, 0.02)
+        seconds = self.cost(gamma) / self.speed * self.rng.lognormal(0, 0.02)
         if self.runs[gamma] <= 2:
             seconds *= 2
         accepted = self.rng.geometric(1 - self.rate, (STEPS, self.rows)) - 1
@@ -138,6 +138,16 @@ def test_it_follows_what_is_accepted():
         world.rate = rate
         run(choice, world, 400)
         assert low <= choice.current <= high
+
+
+def test_a_device_that_slows_down_does_not_count_against_the_gamma_that_runs():
+    world, choice = World(0.0, 0.2, 0.6, rows=4), GammaChoice(LADDER, 8, warm=2)
+    run(choice, world, 200)
+    before = choice.current
+    world.speed = 0.3
+    _, chosen = run(choice, world, 40)
+    assert chosen.count(before) > 25
+    assert choice.pace == pytest.approx(1 / 0.3, rel=0.1)
 
 
 def test_what_it_chooses_follows_from_what_it_saw():

@@ -19,7 +19,10 @@ class DrafterTraits:
     """What the host loop must know of a drafter.
 
     Attributes:
-        default_gamma: Draft tokens of a step where the caller names no number.
+        default_gamma: Draft tokens of a step with sampled rows where the caller names no number and
+            the drafter is not ``one_hot``; what ``gamma="auto"`` begins with.
+        one_hot: Whether its drafts never have logits: a request with a seed then has the tokens of
+            plain decoding at any gamma (docs/sampling.md, *One-hot drafts*).
         runs_model: Whether drafts take passes of a model: a step then takes several times as long
             as a plain one.
         needs_model: Whether it drafts with a model that the caller passes, as `Models.draft`. Only
@@ -35,6 +38,7 @@ class DrafterTraits:
     """
 
     default_gamma: int = 4
+    one_hot: bool = False
     runs_model: bool = False
     needs_model: bool = False
     makes_model: bool = False
@@ -211,7 +215,7 @@ class NoDraft(Drafter):
     shape of a pass that verifies.
     """
 
-    traits = DrafterTraits(default_gamma=0, runs_on_mesh=True)
+    traits = DrafterTraits(default_gamma=0, one_hot=True, runs_on_mesh=True)
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         return Drafted.empty(len(state.tokens), gamma), state

@@ -27,7 +27,7 @@ class NgramDraft(Drafter):
     A match of fewer than ``min_match`` tokens drafts nothing; ``max_match`` bounds the comparison.
     """
 
-    traits = DrafterTraits(default_gamma=8, runs_on_mesh=True)
+    traits = DrafterTraits(default_gamma=8, one_hot=True, runs_on_mesh=True)
 
     min_match: int = 3
     max_match: int = 16
@@ -143,7 +143,7 @@ class SuffixDraft(Drafter):
     The index of matches is part of the state, two integers a position.
     """
 
-    traits = DrafterTraits(default_gamma=8, runs_on_mesh=True)
+    traits = DrafterTraits(default_gamma=8, one_hot=True, runs_on_mesh=True)
 
     min_match: int = 3
     factor: float = 4.0
