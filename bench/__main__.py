@@ -38,6 +38,7 @@ from bench import (
     show,
     verify,
 )
+from bench.drafters import BY_A_MODEL
 from bench.machine import describe
 from bench.settings import Settings, console
 from bench.suite import OperationBenchmark, Suite
@@ -106,7 +107,7 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     _check_cases(parser, asked.case, names)
     cases = tuple(asked.case)
     resume = asked.json if asked.resume else None
-    settings = Settings(asked.quick, only, cases, model, resume)
+    settings = Settings(asked.quick, only, cases, model, resume, asked.draft_model)
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
     good = True
@@ -129,17 +130,21 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path | None:
     """The path of the model for the suites `real` and `defaults`, None for the bundled one."""
     if asked.suite != real.SUITE.name:
-        if asked.resume:
-            parser.error(f"--resume does not apply to {asked.suite}, only to {real.SUITE.name}")
+        for option, value in {"--resume": asked.resume, "--draft-model": asked.draft_model}.items():
+            if value:
+                parser.error(f"{option} does not apply to {asked.suite}, only to {real.SUITE.name}")
         if asked.model and asked.suite != defaults.SUITE.name:
             suites = f"{real.SUITE.name} and {defaults.SUITE.name}"
             parser.error(f"--model does not apply to {asked.suite}, only to {suites}")
     elif asked.model is None:
         parser.error("real needs --model, a GGUF file or a model directory")
+    elif asked.draft_model is None and (needs := sorted({*asked.backend} & {*BY_A_MODEL})):
+        parser.error(f"--backend {needs[0]} drafts with a second model; name it by --draft-model")
     if asked.resume and not asked.json:
         parser.error("--resume needs --json, the result to continue")
-    if asked.model and not asked.model.exists():
-        parser.error(f"--model {asked.model} does not exist")
+    for option, path in (("--model", asked.model), ("--draft-model", asked.draft_model)):
+        if path is not None and not path.exists():
+            parser.error(f"{option} {path} does not exist")
     return asked.model
 
 
@@ -194,6 +199,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         help="real, defaults: a GGUF file or a model directory",
+    )
+    parser.add_argument(
+        "--draft-model", metavar="FILE", type=Path, help="real: a second model, to draft for it"
     )
     return parser
 

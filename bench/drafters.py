@@ -41,6 +41,8 @@ def drafts(ratio: float = RATIO) -> dict[str, str]:
 
 
 ALL = drafts()
+# Drafters by a second model, which the suite `real` takes by ``--draft-model``.
+BY_A_MODEL = {"model": "model", "model>vegas": f"model > {ALL['vegas']}"}
 FEW = (PLAIN, "ngram", "suffix", "vegas")  # everywhere; the others at headline cells alone
 
 DEFAULT_BACKENDS = "default"  # the measured orders of `jspec.tuned`
@@ -68,8 +70,12 @@ class Drafting:
 
     @classmethod
     def of(cls, name: str, gamma: int, exact: bool, backends: str = DEFAULT_BACKENDS) -> Drafting:
-        """The drafter of a name in `ALL`; its steps prefer ``backends``, one of `BACKENDS`."""
-        draft, gamma = jspec.named_draft(ALL[name]), 0 if name == PLAIN else gamma
+        """The drafter of a name in `ALL` or `BY_A_MODEL`.
+
+        Its steps prefer ``backends``, one of `BACKENDS`.
+        """
+        text = (ALL | BY_A_MODEL)[name]
+        draft, gamma = jspec.named_draft(text), 0 if name == PLAIN else gamma
         return cls(name, jspec.StepConfig(gamma, draft, preferring(backends), exact=exact))
 
 
@@ -79,13 +85,14 @@ def params_of(sampling: str, new: int, rows: int) -> list[jspec.SamplingParams]:
     return [jspec.SamplingParams(max_new_tokens=new, seed=row, **settings) for row in range(rows)]
 
 
-def drafter_names(cells: str, only: Sequence[str]) -> list[str]:
+def drafter_names(cells: str, only: Sequence[str], *, by_a_model: bool = False) -> list[str]:
     """The drafters of a cell: ``few`` or ``all``, of which ``only`` names some, if any.
 
-    Plain decoding is always first, as all others are compared with it in the same run.
+    ``by_a_model``: whether there is a draft model, and so those of `BY_A_MODEL` too. Plain decoding
+    is always first, as all others are compared with it in the same run.
     """
     return [
         name
-        for name in (FEW if cells == "few" else ALL)
+        for name in [*(FEW if cells == "few" else ALL), *(BY_A_MODEL if by_a_model else ())]
         if name == PLAIN or not only or name in only
     ]

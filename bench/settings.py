@@ -21,8 +21,8 @@ class Settings:
     """Settings of a run.
 
     ``quick``: fewer and smaller cases. ``only``: the names of the backends and rivals to run, empty
-    for all. ``cases``: cases to run instead of the suite's defaults, as text. ``model`` and
-    ``resume``: the model and the earlier result of the suite `real`.
+    for all. ``cases``: cases to run instead of the suite's defaults, as text. ``model``,
+    ``draft_model`` and ``resume``: the models and the earlier result of the suite `real`.
     """
 
     quick: bool = False
@@ -30,6 +30,7 @@ class Settings:
     cases: tuple[str, ...] = ()
     model: Path | None = None
     resume: Path | None = None
+    draft_model: Path | None = None
 
     def wants(self, name: str) -> bool:
         return not self.only or name in self.only

@@ -45,14 +45,16 @@ def of_iteration(
         ),
         "bookkeeping": read(4.0 * fed * layers.vocab_size),
     }
+    by_second = _second_model_ns(models, batch, context, config, ceilings)
     if policy is None:
-        return floors_ns
+        return floors_ns | ({"draft passes": by_second} if by_second else {})
     passes, tokens = passes_of(config)
     count = positions_read(policy, context)
     scored = scored_cache_bytes(layers, batch, context, dtype, policy)
     selected = read_cache_bytes(layers, batch, context, dtype, policy, count) - scored
     weights, flops = draft_weight_bytes(models, batch, config), product_flops(model, batch * tokens)
-    floors_ns["draft passes"] = passes * ceilings.floor_ns(weights, selected, flops)
+    own_ns = passes * ceilings.floor_ns(weights, selected, flops)
+    floors_ns["draft passes"] = by_second + own_ns
     if isinstance(policy, Guided):
         leaders = policy.leaders(layers.layers)
         heads = sum(layers.layers[i].kv_heads for i in {x for x in leaders if x is not None})
@@ -64,6 +66,25 @@ def of_iteration(
     else:
         floors_ns["compaction"] = 2 * read(selected)
     return floors_ns
+
+
+def _second_model_ns(
+    models: Models, batch: int, context: int, config: StepConfig, ceilings: Ceilings
+) -> float:
+    """Least nanoseconds of the passes of a second model in a draft, 0 without one.
+
+    Each reads the model's weights and its whole cache, for two tokens of a row.
+    """
+    if not config.draft.traits.needs_model:
+        return 0.0
+    passes, fed = config.gamma, 2 * batch
+    if isinstance(config.draft, Chain):
+        rounds, checked = passes_of(config)
+        passes = rounds * (checked - 1)
+    model: Any = models.draft
+    cached = read_cache_bytes(model.config, batch, context, model.dtype)
+    weights, flops = read_weight_bytes(model, fed), product_flops(model, fed)
+    return passes * ceilings.floor_ns(weights, cached, flops)
 
 
 def view_of(config: StepConfig) -> Policy | None:

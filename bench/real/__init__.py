@@ -24,6 +24,7 @@ from bench.decode.shapes import weight_bytes
 from bench.drafters import (
     ALL,
     BACKENDS,
+    BY_A_MODEL,
     DEFAULT_BACKENDS,
     PLAIN,
     SAMPLING,
@@ -38,6 +39,7 @@ from bench.real.figures import Row, where
 from bench.settings import Settings, bar
 from bench.suite import Suite
 from jspec.cli.compile_cache import keep_programs
+from jspec.models.draft_model import load_draft_model
 
 # S: tokens of the longest prompt; new: of an answer at most; drafts: `few` everywhere, `all` at
 # headline cells; backends: what the operations of a step prefer.
@@ -89,6 +91,9 @@ def grid(max_context: int) -> list[str]:
     return [*result, f"B={exact[0]},S={exact[1]},exact=yes"]
 
 
+Pair = tuple[jspec.Decoder, jspec.Decoder | None]  # a model, and one that drafts for it
+
+
 class Refused(ValueError):
     """A model or an earlier result that this suite cannot take."""
 
@@ -101,14 +106,17 @@ def run(settings: Settings) -> dict[str, Any]:
     assert settings.model is not None
     keep_programs()
     name = settings.model.stem
-    earlier = _earlier(settings.resume, name)
+    second_name = settings.draft_model and settings.draft_model.stem
+    earlier = _earlier(settings.resume, name, second_name)
     try:
         # A model without a tokenizer or template fails before its weights are read.
         tokenizer = jspec.load_tokenizer(settings.model)
         template = jspec.load_chat_template(settings.model)
         if template is None:
             raise Refused(f"{settings.model} has no chat template; real asks questions in one")
-        model = jspec.load_model(settings.model)
+        model, second = jspec.load_model(settings.model), None
+        if settings.draft_model is not None:
+            second = load_draft_model(settings.draft_model, tokenizer)
     except jspec.CheckpointError as error:
         raise Refused(str(error)) from None
     limits = ceilings.measured()
@@ -119,13 +127,14 @@ def run(settings: Settings) -> dict[str, Any]:
             "weight_bytes": weight_bytes(model),
             "dtype": str(model.dtype),
         },
+        "draft_model": second_name,
         "read_ceiling_bytes_per_s": limits.read,
         "acceptance": "measured",
-        "rows": _rows(settings, model, tokenizer, template, limits, name, earlier),
+        "rows": _rows(settings, (model, second), tokenizer, template, limits, name, earlier),
     }
 
 
-def _earlier(path: Path | None, name: str) -> list[Row]:
+def _earlier(path: Path | None, name: str, second_name: str | None) -> list[Row]:
     """The rows of an earlier run of the same model on the same device, but for those that failed,
     which are measured again."""
     if path is None or not path.exists():
@@ -142,12 +151,17 @@ def _earlier(path: Path | None, name: str) -> list[Row]:
             f"{path} is of {' and '.join(map(str, of))}, not of real, {name} and {device}; choose "
             "another --json"
         )
+    if (second := result.get("draft_model")) not in (None, second_name):
+        raise Refused(
+            f"{path} has drafts by {second}, not by {second_name}; name it by --draft-model, or "
+            "choose another --json"
+        )
     return [row for row in rows if row["checked"] is not False]
 
 
 def _rows(
     settings: Settings,
-    model: jspec.Decoder,
+    models: Pair,
     tokenizer: jspec.Tokenizer,
     template: jspec.ChatTemplate,
     limits: Ceilings,
@@ -158,7 +172,7 @@ def _rows(
     run_number = 1 + max((row["run"] for row in earlier), default=-1)
     done = {(where(row)[:-1], row["name"]) for row in earlier}
     by_cell: dict[tuple[Any, ...], list[cases.Case]] = {}
-    for asked in _cases(settings, model.config.max_context):
+    for asked in _cases(settings, models[0].config.max_context):
         by_cell.setdefault(tuple(asked[key] for key in OF_A_CELL), []).append(asked)
     with bar("real", len(by_cell)) as advance:
         for of_cell in by_cell.values():
@@ -168,7 +182,7 @@ def _rows(
                 rows = texts.prompts(
                     tokenizer, template, max(of_cell[0]["B"], PROMPTS), of_cell[0]["S"]
                 )
-                yield from _of_cell(settings, model, tokenizer, rows, todo, limits, shared)
+                yield from _of_cell(settings, models, tokenizer, rows, todo, limits, shared)
             advance()
 
 
@@ -188,7 +202,8 @@ def _todo(
     result = []
     for one_case in asked:
         at = where({"case": one_case | shared, **shared})[:-1]
-        names = drafter_names(one_case["drafts"], settings.only)
+        by_a_model = settings.draft_model is not None
+        names = drafter_names(one_case["drafts"], settings.only, by_a_model=by_a_model)
         usual = one_case["exact"] == "no" and one_case["backends"] == DEFAULT_BACKENDS
         if one_case["sampling"] == "greedy" and usual:
             # XLA keeps the memory that it once took, so rivals have a run of their own.
@@ -201,7 +216,7 @@ def _todo(
 
 def _of_cell(
     settings: Settings,
-    model: jspec.Decoder,
+    models: Pair,
     tokenizer: jspec.Tokenizer,
     prompts: Sequence[texts.Prompt],
     todo: Sequence[tuple[cases.Case, list[str]]],
@@ -217,9 +232,9 @@ def _of_cell(
 
     about = {"texts": texts.digest(prompts)}
     try:
-        settings_of_cell = {"exact": exact, "limits": limits}
+        settings_of_cell = {"exact": exact, "limits": limits, "draft_model": models[1]}
         rows = [prompt.tokens for prompt in prompts]
-        cell = Cell(model, tokenizer, rows, first["B"], **settings_of_cell)
+        cell = Cell(models[0], tokenizer, rows, first["B"], **settings_of_cell)
     except Exception as error:
         yield row(first, PLAIN, checked=False, reason=failure(PLAIN, error).reason)
         return
@@ -227,10 +242,13 @@ def _of_cell(
         name: Drafting.of(name, first["gamma"], exact, first["backends"])
         for _, names in todo
         for name in names
-        if name in ALL
+        if name not in rivals.NAMES
     }
     pairs = [
-        (draftings[x], one_case["sampling"]) for one_case, names in todo for x in names if x in ALL
+        (draftings[x], one_case["sampling"])
+        for one_case, names in todo
+        for x in names
+        if x in draftings
     ]
     cell.compile(list(dict.fromkeys(pairs)))
     for one_case, names in todo:
@@ -251,7 +269,7 @@ SUITE = Suite(
     "drafters on a real language model (--model): measured acceptance and speed at long context",
     run,
     tables.show,
-    rivals=(*ALL, *rivals.NAMES),
+    rivals=(*ALL, *BY_A_MODEL, *rivals.NAMES),
     custom_clocks=True,
     case=case,
 )

@@ -60,7 +60,7 @@ class Cell:
 
     ``rows``: token ids of the prompts. ``limits``: ceilings of this device, for floors.
     ``hashes``: directory of the model, if its trained hashes are used. ``room``: positions after
-    the prompts.
+    the prompts. ``draft_model``: a second model, for drafters by one.
     """
 
     def __init__(
@@ -74,9 +74,11 @@ class Cell:
         limits: Ceilings,
         hashes: Path | None = None,
         room: int = ROOM,
+        draft_model: jspec.Decoder | None = None,
     ):
         self.model, self.batch, self.exact, self._limits = model, batch, exact, limits
         self._tokenizer, self._hashes, self._room = tokenizer, hashes, room
+        self._draft_model = draft_model
         self.batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
         self._copies: dict[str, Any] = {}
         self._step_times: dict[tuple[str, str], Row] = {}
@@ -221,6 +223,8 @@ class Cell:
         policy = config.cache_policy
         policy = policy if self._hashes is None else with_hashes(policy, self._hashes)
         arrays = prepared(policy, self.model, self._tokenizer)
+        if config.draft.traits.needs_model:
+            return Models(self.model, self._draft_model, arrays)
         models = config.draft.prepare(Models(self.model, self._copies.get(kind), arrays))
         self._copies[kind] = models.draft
         return models

@@ -31,6 +31,7 @@ from jspec.helix.sharded import decoder_sharding, shard
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import load_chat_template
 from jspec.models.checkpoint import check_model, load_model
+from jspec.models.draft_model import load_draft_model
 from jspec.models.fingerprint import fingerprint
 from jspec.models.text import with_stops
 from jspec.models.tokenizer import load_tokenizer
@@ -212,7 +213,8 @@ def load(
             f"--gamma {gamma} must be less than the context of {model.config.max_context}; lower "
             "it (8 is usual) or raise --context"
         )
-    draft_model = load_model(arguments.draft_model) if arguments.draft_model else None
+    drafts = arguments.draft_model
+    draft_model = load_draft_model(drafts, tokenizer) if drafts else None
     cache_policy = with_hashes(
         StepConfig(draft.traits.default_gamma, draft, target=target).cache_policy, Path(path)
     )

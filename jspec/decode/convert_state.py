@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings
-from jspec.config import shown
 from jspec.decode.checks import check_started
-from jspec.decode.prefill import init_drafter_state, prefill_chunk
+from jspec.decode.prefill import default_chunk, init_drafter_state, prefill_chunk
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import sync_drafter
@@ -43,9 +42,9 @@ def convert_state(
         The converted copy.
 
     Raises:
-        ValueError: For a drafter with a model of its own; for a policy without its parameters; for
-            a gamma for which a layer with a sliding window has no room; and for ``exact=True``
-            where the prompts were prefilled without it.
+        ValueError: For a policy without its parameters; for a gamma for which a layer with a
+            sliding window has no room; and for ``exact=True`` where the prompts were prefilled
+            without it.
     """
     models = Models.of(models)
     check_arrays(models, config)
@@ -53,11 +52,6 @@ def convert_state(
     check_rings(source.specs, source.layouts, config.gamma)
     if config.exact:
         check_started(state.exact, True)
-    if config.draft.traits.needs_model:
-        raise ValueError(
-            f"draft={shown(config.draft)} takes up prompts with a model of its own; pass its "
-            "config to start_decoding instead"
-        )
     sharding = explicit_mesh_sharding(models) if sharding is None else sharding
     sizes = (source.specs, source.layouts, len(source.lengths), source.keys(0).dtype, sharding)
     empty = place({"cache": create_cache(config.cache_policy, *sizes)}, sharding)["cache"]
@@ -67,8 +61,11 @@ def convert_state(
     batch, capacity = state.tokens.shape
     drafter_state = init_drafter_state(models, config=config, batch=batch, capacity=capacity)
     converted = dataclasses.replace(copied, cache=cache, draft=drafter_state, exact=config.exact)
-    # All positions, so that prompts of any length share a program.
-    converted = sync_drafter(models, place(converted, sharding), config, capacity)
+    converted = place(converted, sharding)
+    # All positions, so that prompts of any length share a program; a model takes them in pieces.
+    piece = min(default_chunk(batch), capacity) if config.draft.traits.needs_model else capacity
+    for _ in range(0, capacity, piece):
+        converted = sync_drafter(models, converted, config, piece)
     if config.selects_in_prefill:
         # The last token again, whose query is in no cache.
         begin = jnp.maximum(converted.cache.lengths - 1, 0)

@@ -157,6 +157,18 @@ class Tokenizer:
             spelling = "" if self._joined is None else self.decode(ids)
         return ids[0] if text in spelling else None
 
+    def ordinary_tokens(self) -> dict[int, str]:
+        """The tokens of the vocabulary by id, without special and other added ones."""
+        added = self._library.get_added_tokens_decoder().keys()
+        vocabulary = self._library.get_vocab(with_added_tokens=False)
+        return {index: token for token, index in vocabulary.items() if index not in added}
+
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The first id with another ordinary token in ``other``, of those that both have."""
+        mine, others = self.ordinary_tokens(), other.ordinary_tokens()
+        differing = (index for index in mine.keys() & others.keys() if mine[index] != others[index])
+        return min(differing, default=None)
+
     def raw(self, tokens: Iterable[int]) -> bytes:
         """Convert token ids to bytes, without special tokens and unknown ids.
 

@@ -15,7 +15,7 @@ from scipy import stats
 import jspec
 from bench.__main__ import main
 from bench.ceilings import Ceilings
-from bench.drafters import ALL, PLAIN, SAMPLING, Drafting, params_of
+from bench.drafters import ALL, BY_A_MODEL, PLAIN, SAMPLING, Drafting, params_of
 from bench.real import case, check, figures, grid, texts
 from bench.real.answers import per_step, repeats
 from bench.real.cell import Cell
@@ -240,7 +240,7 @@ def test_the_cells_of_jspec_are_cases_with_one_headline():
 
 
 def test_every_drafter_is_known():
-    for name in ALL:
+    for name in (*ALL, *BY_A_MODEL):
         assert Drafting.of(name, 3, exact=False).config.backends.preferred is None
         assert Drafting.of(name, 3, False, "triton").config.backends.preferred == "triton"
 
@@ -285,10 +285,33 @@ def test_a_run_and_one_that_goes_on(folder, tmp_path, capsys):
     assert "--resume cannot read" in capsys.readouterr().err
 
 
+def test_a_second_model_drafts(folder, tmp_path, capsys):
+    second, file = tmp_path / "second", tmp_path / "real.json"
+    jspec.save_model(make_decoder(dataclasses.replace(CONFIG, vocab_size=272), seed=2), second)
+    asked = ["real", "--model", str(folder), "--case", "B=4,S=300,new=6,gamma=2"]
+    asked += ["--backend", "model", "--backend", "model>vegas", "--json", str(file)]
+    assert main([*asked, "--draft-model", str(second)]) == 0
+    result = json.loads(file.read_text())
+    assert result["draft_model"] == "second"
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == [PLAIN, "model", "model>vegas"]
+    assert all(row["checked"] for row in rows.values())
+    # Drafts of the model itself would all be accepted.
+    assert sum(rows["model"]["accepted_at"]) < sum(rows["model"]["attempts_at"])
+    drafted = [rows[name]["floors_ns"]["draft passes"] for name in ("model", "model>vegas")]
+    assert 0 < drafted[0] < drafted[1]
+    with pytest.raises(SystemExit):
+        main([*asked, "--draft-model", str(folder), "--resume"])
+    assert "has drafts by second, not by tiny" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
         ("real", "real needs --model"),
+        ("real --model . --draft-model nowhere", "--draft-model nowhere does not exist"),
+        ("real --model . --backend model", "--backend model drafts with a second model; name it"),
+        ("verify --draft-model .", "--draft-model does not apply to verify"),
         ("real --model nowhere", "--model nowhere does not exist"),
         ("real --model . --resume", "--resume needs --json"),
         ("verify --resume", "--resume does not apply to verify"),

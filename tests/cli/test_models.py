@@ -59,6 +59,27 @@ def test_a_saved_model_and_a_draft_model(capsys, hugging_face, tmp_path):
     assert drafted["stats"]["acceptance_rate"] == 1.0
 
 
+def test_a_draft_model_of_another_tokenizer_is_refused(capsys, hugging_face, tmp_path):
+    """Where a token that both have differs; one that only padding has does not count."""
+    other = shutil.copytree(hugging_face, tmp_path / "other")
+    values = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = values["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[4:6]
+    del vocabulary[max(vocabulary, key=vocabulary.__getitem__)]
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    asked = ["generate", "--prompt", "hello", "--max-new-tokens", "2", "--model", str(hugging_face)]
+    assert main([*asked, "--draft-model", str(other)]) == 0
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    capsys.readouterr()
+    assert main([*asked, "--draft-model", str(other)]) == 2
+    error = capsys.readouterr().err
+    assert f"token 4 is {second!r}, but {first!r} in the model that it is to draft for" in error
+    # A directory without a tokenizer says nothing of its tokens.
+    (other / "tokenizer.json").unlink()
+    assert main([*asked, "--draft-model", str(other)]) == 0
+
+
 def test_the_models_end_token_may_be_ignored(capsys, hugging_face):
     whole = run(capsys, "--model", str(hugging_face), "--json")
     end, last = whole["tokens"][3], whole["tokens"][8]

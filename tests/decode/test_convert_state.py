@@ -93,6 +93,22 @@ def test_a_drafter_reads_what_was_prefilled_without_it(text, tiny):
     jax.tree.map(np.testing.assert_array_equal, got.draft, direct.draft)
 
 
+def test_a_second_model_takes_up_the_prompts_in_pieces(tiny, other, monkeypatch):
+    monkeypatch.setattr("jspec.decode.convert_state.default_chunk", lambda batch: 16)
+    models, config = Models(tiny, other), StepConfig(3, ModelDraft())
+    direct = start_decoding(models, PROMPTS, PARAMS, config)
+    shared = start_decoding(tiny, PROMPTS, PARAMS, dataclasses.replace(PLAIN, gamma=3))
+    got = convert_state(models, shared, config).draft
+    np.testing.assert_array_equal(got.lengths, [29, 6, 0])
+    for layer in range(len(other.config.layers)):
+        for row, length in enumerate(got.lengths):
+            pair = (x.keys(layer)[row, :length] for x in (got, direct.draft))
+            np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6)
+    drafted = {"draft": ModelDraft(), "draft_model": other, "gamma": 3, "prefilled": shared}
+    plain = generate(tiny, PROMPTS, PARAMS, draft=None)
+    assert generate(tiny, PROMPTS, PARAMS, **drafted).tokens == plain.tokens
+
+
 @pytest.mark.skipif(jax.device_count() < 3, reason="needs 3 devices")
 def test_it_lies_where_it_is_told_to(tiny):
     mesh = jax.make_mesh((3,), ("rows",), devices=jax.devices()[:3])
@@ -104,15 +120,13 @@ def test_it_lies_where_it_is_told_to(tiny):
     np.testing.assert_array_equal(got.cache.keys(0), state.cache.keys(0))
 
 
-def test_what_it_cannot_make_is_refused(tiny, windowed, other):
+def test_what_it_cannot_make_is_refused(tiny, windowed):
     state = start_decoding(windowed, PROMPTS, PARAMS, PLAIN)
     with pytest.raises(ValueError, match="gamma=3 does not fit"):
         convert_state(windowed, state, StepConfig(3, SelfDraft(MATRIX["streaming"])))
     state = start_decoding(tiny, PROMPTS, PARAMS, PLAIN)
     with pytest.raises(ValueError, match="Loki needs parameters"):
         convert_state(tiny, state, dataclasses.replace(PLAIN, target=MATRIX["loki"]))
-    with pytest.raises(ValueError, match=r"ModelDraft\(\) takes up prompts with a model"):
-        convert_state(Models(tiny, other), state, StepConfig(3, ModelDraft()))
     with pytest.raises(ValueError, match=r"prefilled has 3 rows of \[30, 7, 1\] tokens"):
         generate(tiny, PROMPTS[:2], PARAMS, draft=None, prefilled=state)
     assert jnp.isfinite(state.cache.keys(0)[0, :29]).all()

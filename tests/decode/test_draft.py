@@ -204,6 +204,27 @@ def test_a_draft_model_may_be_padded_otherwise(size, tiny):
     assert got.stats.drafted > 0
 
 
+@pytest.mark.parametrize(
+    ("size", "draft", "rule"),
+    [
+        (37, ModelDraft(), "token"),
+        (48, ModelDraft(), "block"),
+        (37, Chain(ModelDraft(), SelfDraft(Streaming(1, 4)), inner=2, rounds=2), "token"),
+    ],
+    ids=["shorter", "longer", "chain"],
+)
+def test_a_draft_model_that_is_padded_otherwise_draws(size, draft, rule, tiny):
+    """Greedy rows are the plain ones, and sampled ones have only the target's tokens."""
+    second = make_decoder(dataclasses.replace(TINY, vocab_size=size), seed=2)
+    texts = [*prompts((9, 4)), [40, 38, 40, 38, 40]]
+    params = [SamplingParams(max_new_tokens=12, temperature=t, seed=7) for t in (0.0, 1.0, 1.0)]
+    plain = generate(tiny, texts, params, draft=None)
+    got = generate(tiny, texts, params, draft=draft, draft_model=second, gamma=4, rule=rule)
+    assert got.tokens[0] == plain.tokens[0]
+    assert max(map(max, got.tokens)) < TINY.vocab_size
+    assert got.stats.accepted > 0
+
+
 def test_what_the_target_has_no_token_for_is_never_drafted(tiny):
     """A second model that is certain of its last token, which only padding has."""
     config = dataclasses.replace(TINY, vocab_size=48)
