@@ -11,10 +11,10 @@ from jax import lax
 
 from jspec.cache.layout import check_rings
 from jspec.decode.checks import check_started
-from jspec.decode.draft import Drafted, TargetPass
+from jspec.decode.draft import Drafted, NoDraft, TargetPass
 from jspec.decode.draft.autoregressive import within_limits
 from jspec.decode.draft.drafter import learn_with
-from jspec.decode.on_mesh import jit_steps, on_mesh_of
+from jspec.decode.on_mesh import jit_steps, mesh_model, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
 from jspec.ops.commit import Rows, commit, verify_and_commit
@@ -113,6 +113,48 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     check_started(state.exact, config.exact)
     drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
+    if drafted.logits is None and _may_branch(config, models):
+        return _narrowest_step(config, models, state, drafted)
+    return _verified_step(config, models, state, drafted)
+
+
+def _may_branch(config: StepConfig, models: Models) -> bool:
+    """Whether the width of a pass may depend on the draft: a GPU would wait for the host."""
+    drafts = config.gamma > 0 and not isinstance(config.draft, NoDraft)
+    return drafts and jax.default_backend() == "cpu" and mesh_model(models.target) is None
+
+
+def _narrowest_step(
+    config: StepConfig, models: Models, state: DecodeState, drafted: Drafted
+) -> tuple[DecodeState, StepRecord]:
+    """The rest of a step after the draft, with a pass over one token where no row drafted.
+
+    By two loops of one pass or none: a conditional would copy the cache.
+    """
+    is_wide = drafted.lengths.any().astype(jnp.int32)
+    zeros = jnp.zeros_like(state.done, jnp.int32)[:, None]
+    carry = state, StepRecord(jnp.broadcast_to(zeros, (len(zeros), config.gamma + 5)))
+    for step, begin, end in ((_plain_step, is_wide, 1), (_verified_step, 0, is_wide)):
+        carry = lax.fori_loop(
+            begin, end, lambda _, carry, step=step: step(config, models, carry[0], drafted), carry
+        )
+    return carry
+
+
+def _plain_step(
+    config: StepConfig, models: Models, state: DecodeState, drafted: Drafted
+) -> tuple[DecodeState, StepRecord]:
+    """The rest of a step in which no row drafted: a pass over one token."""
+    plain, batch = dataclasses.replace(config, gamma=0), len(state.tokens)
+    state, record = _verified_step(plain, models, state, Drafted.empty(batch, 0))
+    padding = jnp.full((batch, config.gamma), -1, jnp.int32)
+    return state, StepRecord(jnp.concatenate([record.packed, padding], axis=1))
+
+
+def _verified_step(
+    config: StepConfig, models: Models, state: DecodeState, drafted: Drafted
+) -> tuple[DecodeState, StepRecord]:
+    """The rest of a step after the draft: verify, commit and learn."""
     logits, state, target_pass = run_target(models, state, drafted, config)
     before = state.cache.lengths
     axes = vocabulary_axes(models.target)
