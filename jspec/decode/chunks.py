@@ -170,15 +170,15 @@ class Chunks:
         ``state`` is donated. ``left`` int ``[B]``: most tokens that each row commits after those
         that were read, 0 where it has ended.
         """
-        options, choice = self.options, None
-        configs = options.configs_of(state.mode)
-        if len(configs) > 1:
-            choice = choice_of(options.flat, state, options.config, tuple(configs))
-            gamma = choice.choose(self._acceptance, self._left_after_work(left))
-            config = configs[agreed(gamma) if self.is_shared else gamma]
-        else:
-            (config,) = configs.values()
+        options, config, choice = self.options, self.options.config, None
         if len(options.configs) > 1:
+            configs = options.configs_of(state.mode)
+            gamma = min(configs)
+            if len(configs) > 1:
+                choice = choice_of(options.flat, state, config, tuple(configs))
+                gamma = choice.choose(self._acceptance, self._left_after_work(left))
+                gamma = agreed(gamma) if self.is_shared else gamma
+            config = configs[gamma]
             state = self._with_synced_drafter(state, config)
         prompts, self._prompts = self._prompts, None
         begin = self._now()
