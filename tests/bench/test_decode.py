@@ -147,7 +147,7 @@ def test_a_step_by_a_backend_says_what_each_operation_took(tiny):
     row = rows(BACKEND, "B=2,S=300,gamma=2,sampling=t0.8", "xla")["xla"]
     assert (row["checked"], len(row["step_ns"])) == ("2 layers", 3)
     took = {choice["operation"]: choice["backend"] for choice in row["backends"]}
-    assert {"attention", "verify_stochastic"} <= set(took)
+    assert {"attention", "sample", "verify_greedy"} <= set(took)
     assert set(took.values()) == {"xla"}
     assert "tokens_per_s" not in row  # the draft is noise
 
