@@ -292,10 +292,9 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="texts of the report; default one in ten of --data, which are not learned from",
     )
-    add("--bits", type=_integer, default=128, metavar="R", help="32, 64, 128 (default) or 256")
+    add("--bits", type=_integer, metavar="R", help="32, 64, 128 (default) or 256")
     add(
         "--variant",
-        default="attention",
         metavar="NAME",
         help="of the loss: attention (default: jspec's own), paper (Eq. 9 of HATA) or authors "
         "(what its authors released)",
@@ -304,18 +303,16 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
     add(
         "--pairs",
         type=_integer,
-        default=200_000,
         metavar="N",
         help="pairs of a query and a key in a layer, about, of a query a text; default 200000",
     )
     add(
         "--step-pairs",
         type=_integer,
-        default=98304,
         metavar="N",
         help="pairs of a step of SGD, about; default 98304, and a CPU may well take 8192",
     )
-    add("--epochs", type=_integer, default=15, metavar="N", help="rounds of 20 steps; default 15")
+    add("--epochs", type=_integer, metavar="N", help="rounds of 20 steps; default 15")
     add(
         "--length",
         type=_integer,

@@ -31,12 +31,23 @@ from jspec.train.samples import MIN_TOKENS
 FILE_LIMIT = 1 << 30  # bytes of a text
 USUAL_LENGTH = 32768  # most tokens of a text, unless the model's context is shorter
 HELD_OUT = 10  # one text in so many, where none is named
+# Options of learning that are not named.
+DEFAULTS = {
+    "bits": 128,
+    "variant": "attention",
+    "pairs": 200_000,
+    "step_pairs": 98304,
+    "epochs": 15,
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if arguments.convert:
         return _convert(arguments)
+    for option, default in DEFAULTS.items():
+        if getattr(arguments, option) is None:
+            setattr(arguments, option, default)
     for option in ("pairs", "step_pairs"):
         if getattr(arguments, option) < 1:
             name = option.replace("_", "-")
@@ -78,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     """Write the hashes of a file of HATA's authors; returns the exit code."""
-    for option in ("held_out", "compare"):
-        if getattr(arguments, option):
+    for option in (*DEFAULTS, "held_out", "compare", "length"):
+        if getattr(arguments, option) not in (None, [], False):
             name = option.replace("_", "-")
             raise ValueError(f"--{name} is for hashes that are learned; leave it out of --convert")
     file, out = Path(arguments.convert), Path(arguments.out)

@@ -127,5 +127,6 @@ def test_the_command_converts_a_file(tmp_path, capsys):
     w = policy.prepare(jspec.load_bundled()[0], None)[2]
     expected = weights(range(2, len(specs)), shape)["hash_weight_layer_02"]
     np.testing.assert_array_equal(w, expected.astype(np.float32))
-    assert main([*arguments, "--out", "x", "--compare"]) == 2
-    assert "--compare is for hashes that are learned" in capsys.readouterr().err
+    for option in (["--compare"], ["--bits", "64"], ["--step-pairs", "9"], ["--length", "99"]):
+        assert main([*arguments, "--out", "x", *option]) == 2
+        assert f"{option[0]} is for hashes that are learned" in capsys.readouterr().err
