@@ -14,7 +14,9 @@ from tests.decode.common import DRAFTERS, NGRAM, prompts
 STEPS = 12
 
 
-def passes(model, config: StepConfig, texts, monkeypatch) -> tuple[list[int], list[bool]]:
+def passes(
+    model, config: StepConfig, texts, monkeypatch, **settings
+) -> tuple[list[int], list[bool]]:
     """Tokens of the pass of each of `STEPS` steps, and whether a row drafted."""
     widths, right = [], step_module.run_target
 
@@ -23,7 +25,8 @@ def passes(model, config: StepConfig, texts, monkeypatch) -> tuple[list[int], li
         return right(models, state, drafted, config)
 
     monkeypatch.setattr(step_module, "run_target", run_target)
-    params = [SamplingParams(max_new_tokens=64, temperature=1.0, seed=i) for i in range(len(texts))]
+    settings |= {"max_new_tokens": 64, "temperature": 1.0}
+    params = [SamplingParams(seed=row, **settings) for row in range(len(texts))]
     state = start_decoding(model, texts, params, config, capacity=256)
     run = jax.jit(lambda models, state: step_module.decode_step(models, state, config))
     drafted = []
@@ -43,9 +46,10 @@ def test_a_step_without_a_draft_passes_one_token(rows, tiny, monkeypatch):
 
 @pytest.mark.parametrize("name", ["padded", "streaming"])
 def test_other_passes_have_one_width(name, tiny, monkeypatch):
-    """Those without a drafter have the shape of verification, and a policy always drafts."""
+    """Those without a drafter have the shape of verification, and drafts with logits are drawn from
+    numbers of their own."""
     draft = NoDraft() if name == "padded" else DRAFTERS[name]
-    widths, _ = passes(tiny, StepConfig(4, draft), prompts()[:1], monkeypatch)
+    widths, _ = passes(tiny, StepConfig(4, draft), prompts()[:1], monkeypatch, draft_limit=0)
     assert widths == [5] * STEPS
 
 
