@@ -113,15 +113,19 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     check_started(state.exact, config.exact)
     drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
-    if drafted.logits is None and _may_branch(config, models):
+    if _may_branch(config, models):
         return _narrowest_step(config, models, state, drafted)
     return _verified_step(config, models, state, drafted)
 
 
 def _may_branch(config: StepConfig, models: Models) -> bool:
-    """Whether the width of a pass may depend on the draft: a GPU would wait for the host."""
-    drafts = config.gamma > 0 and not isinstance(config.draft, NoDraft)
-    return drafts and jax.default_backend() == "cpu" and mesh_model(models.target) is None
+    """Whether the width of a pass may depend on the draft: a GPU would wait for the host.
+
+    Drafters with logits draft in every step.
+    """
+    looks_up = config.draft.traits.one_hot and not isinstance(config.draft, NoDraft)
+    on_one_cpu = jax.default_backend() == "cpu" and mesh_model(models.target) is None
+    return config.gamma > 0 and looks_up and on_one_cpu
 
 
 def _narrowest_step(
