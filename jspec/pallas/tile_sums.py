@@ -28,6 +28,7 @@ from jspec.pallas.distribution import (
     launch,
     padded,
     power,
+    tile_spread,
     width_of,
 )
 from jspec.pallas.mosaic import LANES, WARPS, store, tile_layout
@@ -62,7 +63,7 @@ def sum_tiles(
     tiles, width, flat = -(-vocabulary // TILE), width_of(vocabulary), padded(logits)
     count = min(WARPS * blocks.warp_tiles, max(WARPS, 1 << (tiles - 1).bit_length()))
     groups = -(-tiles // count)
-    vector = math.gcd(16 // flat.dtype.itemsize, flat.shape[-1])
+    vector = tile_spread(flat).vector
     layout = tile_layout(WARPS, LANES * vector, vector)
     near_weights = NearWeights(logits.dtype, layout, blocks.ptx)
 
