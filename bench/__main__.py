@@ -29,6 +29,7 @@ from bench import (
     defaults,
     hata,
     helix,
+    linear,
     pack,
     point,
     quality,
@@ -46,7 +47,7 @@ from bench.suite import OperationBenchmark, Suite
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
-        *(verify, pack, attention, select, hata),
+        *(verify, pack, attention, select, hata, linear),
         *(decode, real, serving, defaults, helix, quality, counters),
     )
 }

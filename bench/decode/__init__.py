@@ -54,7 +54,8 @@ READS = ("dense", "hata", "quest_32", "loki", "magicpig", "exact_topk", "streami
 CHOICES = {"model": tuple(MODELS), "exact": ("no", "yes"), "sampling": tuple(SAMPLING)}
 SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K")
 SMALL = "qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b"
-SHAPES = tuple(name for name in MODELS if name not in ("tiny", "llama-2-7b"))
+OTHERS = ("tiny", "llama-2-7b", "smollm2-135m", "qwen2.5-coder-0.5b")  # by `--case` alone
+SHAPES = tuple(name for name in MODELS if name not in OTHERS)
 
 
 def benchmark_of(

@@ -15,7 +15,7 @@ from typing import Any
 from jspec.config import LayerSpec, ModelConfig
 from jspec.parts import ClampedSwiGLU, Experts, Rope, RopeScaling
 
-CONTEXT = 131072  # of every model here; Qwen3 reaches it by YaRN, which costs no time
+CONTEXT = 131072  # of every model here; those that reach it by YaRN take no more time
 
 
 def _qwen3(layers: int = 36, heads: int = 32, **settings: Any) -> ModelConfig:
@@ -110,6 +110,32 @@ TINY = ModelConfig.uniform(  # for a CPU
 IN_MXFP4 = ("gpt-oss-20b-mxfp4",)  # those whose experts are in MXFP4
 MODELS: dict[str, ModelConfig] = {
     "tiny": TINY,
+    "smollm2-135m": ModelConfig.uniform(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_size=64,
+        rope_theta=100000.0,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        max_context=CONTEXT,
+    ),
+    "qwen2.5-coder-0.5b": ModelConfig.uniform(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_size=64,
+        rope_theta=1e6,
+        qkv_bias=True,
+        tie_embeddings=True,
+        max_context=CONTEXT,
+    ),
     "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288),
     "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_embeddings=True),
     "qwen3-1.7b": _qwen3(28, 16, hidden_size=2048, intermediate_size=6144, tie_embeddings=True),

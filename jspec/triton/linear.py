@@ -1,11 +1,10 @@
-"""A matmul as one Triton launch: of a few rows, or of any number in tiles of the same size."""
+"""A matmul as one Triton launch, in tiles of rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-MAX_ROWS = 64  # rows of a tile; of an exact matmul all tiles have as many
+MAX_ROWS = 1024  # more are a prefill, which XLA multiplies faster
 MAX_BYTES = 2**15  # of x in a tile, which has many inputs with weights of 4 bits
 FP8 = jnp.float8_e4m3fn
 
@@ -43,6 +42,17 @@ class Blocks:
     warps: int
 
 
+@dataclasses.dataclass(frozen=True)
+class RowBlocks(Blocks):
+    """Block sizes of `linear`.
+
+    Attributes:
+        rows: of a tile, a power of 2; at most, where the matmul is not exact.
+    """
+
+    rows: int
+
+
 def linear_triton(
     x: Array,
     kernel: Array | Quantized | MXFP4,
@@ -53,12 +63,12 @@ def linear_triton(
     gated: bool,
     transposed: bool,
     dtype: np.dtype,
-    blocks: Blocks | None = None,
+    blocks: RowBlocks | None = None,
     exact: bool = False,
 ) -> Array:
     """As `jspec.ops.linear.linear`.
 
-    ``exact``: tiles of `MAX_ROWS` rows, as many as it takes, so that a row's bits follow from that
+    ``exact``: tiles of the same size for any number of rows, so that a row's bits follow from that
     row alone.
     """
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
@@ -70,7 +80,7 @@ def linear_triton(
 
 
 def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks, exact=False) -> Array:
-    from jspec.triton.linear_kernel import exact_linear_kernel, linear_kernel
+    from jspec.triton.linear_kernel import linear_kernel
 
     lead, inputs = x.shape[:-1], x.shape[-1]
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
@@ -78,21 +88,20 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, blocks, exa
     rows, columns = math.prod(lead), math.prod(outputs)
     is_packed = isinstance(kernel, Quantized | MXFP4)
     name = "exact" if exact else "triton"
-    blocks = blocks or Blocks(**tuned.block("linear", name, linear_sizes(x, kernel)))
-    tile = MAX_ROWS if exact else max(16, next_power(rows))
+    blocks = blocks or RowBlocks(**tuned.block("linear", name, linear_sizes(x, kernel)))
+    tile = blocks.rows if exact else min(blocks.rows, max(16, next_power(rows)))
     width, step, split = cut(blocks, x, kernel, columns, tile)
-    # Read when it runs, so that any number of rows shares one machine program.
-    count = (jnp.asarray(np.array([rows], np.int32)),) if exact else ()
-    sizes: Any = {} if exact else {"ROWS": rows}
     (y,) = triton_call(
-        exact_linear_kernel if exact else linear_kernel,
+        linear_kernel,
         *(x, *(jax.tree.leaves(kernel) if is_packed else (kernel, x))),
         x if bias is None else bias,
-        *(x if norm is None else norm.scale, x if add is None else add, *count),
+        *(x if norm is None else norm.scale, x if add is None else add),
+        # Read when it runs, so that any number of rows shares one machine program.
+        jnp.asarray(np.array([rows], np.int32)) if exact else x,
         out=(jax.ShapeDtypeStruct((*lead, *outputs), dtype),),
         programs=-(-columns // width) * -(-rows // tile),
         warps=blocks.warps,
-        **sizes,
+        ROWS=0 if exact else rows,
         IN=inputs,
         OUT=columns,
         EPS=0.0 if norm is None else norm.eps,
@@ -132,7 +141,7 @@ def cut(
 
 
 def refuses(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
-    """Why the kernel cannot run with these arguments in one tile, or None."""
+    """Why the kernel, unless it is exact, cannot take these arguments, or None."""
     rows = math.prod(x.shape[:-1])
     if rows > MAX_ROWS:
         return f"it takes 1 to {MAX_ROWS} rows, and there are {rows}"
@@ -140,7 +149,7 @@ def refuses(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
 
 
 def refuses_matmul(x: Array, kernel: Array | Quantized | MXFP4) -> str | None:
-    """Why the kernel cannot take these arguments in any number of tiles, or None."""
+    """Why the kernel cannot take these arguments with any number of rows, or None."""
     if 0 in x.shape or 0 in kernel.shape:
         return f"x {x.shape} and kernel {kernel.shape} leave nothing to launch"
     alike = x.dtype == kernel.dtype or isinstance(kernel, Quantized | MXFP4)

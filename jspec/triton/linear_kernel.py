@@ -1,4 +1,4 @@
-"""The Triton bodies of a matmul: of a few rows in one tile, and of any number in equal tiles."""
+"""The Triton body of a matmul, in tiles of the same number of rows."""
 
 import triton
 import triton.language as tl
@@ -124,6 +124,7 @@ def linear_kernel(
     bias,
     scale,
     add,
+    count,
     out,
     ROWS: tl.constexpr,
     IN: tl.constexpr,
@@ -141,65 +142,15 @@ def linear_kernel(
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """A program takes all rows, which are one tile, and WIDTH columns of the result."""
-    matmul_tile(
-        x,
-        kernel,
-        column_scale,
-        bias,
-        scale,
-        add,
-        out,
-        ROWS,
-        tl.program_id(0),
-        IN,
-        OUT,
-        EPS,
-        SCALED,
-        BIASED,
-        NORMED,
-        ADDED,
-        GATED,
-        TRANSPOSED,
-        TILE,
-        STEP,
-        WIDTH,
-        STAGES,
-        SPLIT,
-    )
+    """A program takes TILE of the rows and WIDTH columns of the result.
 
-
-@triton.jit
-def exact_linear_kernel(
-    x,
-    kernel,
-    column_scale,
-    bias,
-    scale,
-    add,
-    count,
-    out,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    EPS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIASED: tl.constexpr,
-    NORMED: tl.constexpr,
-    ADDED: tl.constexpr,
-    GATED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TILE: tl.constexpr,
-    STEP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """A program takes TILE of the ``count[0]`` rows and WIDTH columns of the result.
-
-    Tiles that share weights follow each other. One machine program serves any number of rows, so
-    that a row's arithmetic cannot follow from it (docs/batch_invariance.md).
+    There are ROWS rows, or ``count[0]`` where ROWS is 0: one machine program then serves any number
+    of rows, so that a row's arithmetic cannot follow from it (docs/batch_invariance.md). Tiles that
+    share weights follow each other.
     """
-    rows = tl.load(count)
+    rows = ROWS
+    if ROWS == 0:
+        rows = tl.load(count)
     tiles = tl.cdiv(rows, TILE)
     first = tl.program_id(0) % tiles * TILE
     # In int64: x and the result may have 2**31 elements, a tile of them has not.

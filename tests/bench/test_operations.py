@@ -17,7 +17,7 @@ from bench.program import Program
 from bench.settings import Settings
 from jspec.dispatch import Backend, always
 
-MODULES = ("verify", "pack", "attention", "select", "hata")
+MODULES = ("verify", "pack", "attention", "select", "hata", "linear")
 CACHE = "B=2,S=96,heads=4/2,H=16,T=3"
 CODES = "B=2,heads=4/2,T=2"
 CASES = {
@@ -39,6 +39,7 @@ CASES = {
     "rotate_append_encode": f"{CODES},H=16,R=64",
     "collision_scores": f"{CODES},S=64",
     "dot_scores": f"{CODES},S=64,H=16,C=8",
+    "linear": "model=tiny,part=gate_up,rows=3",
     "page_scores": f"{CODES},S=64,H=16,page=4",
 }
 

@@ -14,11 +14,11 @@ from jspec.ops.norm import RMS
 from jspec.ops.quantized import KINDS, MXFP4, Quantized, quantized
 from jspec.triton import linear as module
 from jspec.triton.call import refuses_triton
-from jspec.triton.linear import Blocks, linear_triton, refuses
+from jspec.triton.linear import RowBlocks, linear_triton, refuses
 from tests.ops.test_quantized import numbers
 from tests.triton.lowering import lower
 
-BLOCKS = Blocks(width=16, bytes=2048, stages=2, warps=1)
+BLOCKS = RowBlocks(width=16, bytes=2048, stages=2, warps=1, rows=16)
 
 
 def arguments(rows, inputs, outputs, dtype, *options, drawn=True):
@@ -58,11 +58,13 @@ CASES = {
     "mxfp4": (3, 96, 24, "float32", "norm", "gated", "bias", "mxfp4"),
     "mxfp4-half": (9, 160, 40, "float16", "norm", "add", "wide", "mxfp4"),
     "half": (5, 64, 32, "float16", "norm", "add", "wide"),
+    "tiles": (35, 40, 40, "float32", "norm", "add"),
 }
 LARGE = {
     "qkv": (1, 4096, 6144, "bfloat16", "norm", "bias"),
     "gate-up": (10, 4096, 12288, "bfloat16", "norm", "gated"),
     "down": (64, 12288, 4096, "bfloat16", "add"),
+    "tiles": (576, 576, 1536, "bfloat16", "norm", "gated"),
     "head": (4, 2560, 151936, "bfloat16", "transposed", "wide"),
     "int8-gate-up": (4, 2048, 3072, "bfloat16", "norm", "gated", "int8"),
     "fp8-down": (2, 3072, 2048, "bfloat16", "add", "fp8"),
@@ -136,7 +138,7 @@ def test_every_weight_is_exact_in_the_interpreter(
 def test_every_weight_is_exact_on_a_gpu(width):
     if reason := refuses_triton():
         pytest.skip(reason)
-    blocks = Blocks(width=width, bytes=4096, stages=3, warps=4)
+    blocks = RowBlocks(width=width, bytes=4096, stages=3, warps=4, rows=64)
     scales = jnp.asarray([35, 100, 127, 160], jnp.uint8)
     got, want = every_weight("bfloat16", scales, blocks=blocks)
     np.testing.assert_array_equal(got, want)
@@ -152,7 +154,7 @@ def test_parts_of_the_inputs_add_up_in_the_interpreter(case, interpreted, monkey
     assert_product(module._launch(*arrays, **settings, blocks=blocks), arrays, settings)
 
 
-def test_rows_of_mxfp4_beyond_a_tile_are_left_to_xla(monkeypatch):
+def test_many_rows_of_mxfp4_are_left_to_xla(monkeypatch):
     """On a GPU, where the order of backends begins with kernels."""
     monkeypatch.setattr(dispatch, "gpu_in_use", lambda: ("NVIDIA H200", (9, 0)))
     monkeypatch.setattr(tuned, "gpu_in_use", lambda: ("NVIDIA H200", (9, 0)))
@@ -206,11 +208,11 @@ def test_has_the_derivatives_of_the_reference(monkeypatch):
 
 
 def test_refuses_with_a_reason():
-    x, kernel = jnp.zeros((65, 8)), jnp.zeros((8, 8))
-    assert refuses(x, kernel) == "it takes 1 to 64 rows, and there are 65"
+    x, kernel = jnp.zeros((1025, 8)), jnp.zeros((8, 8))
+    assert refuses(x, kernel) == "it takes 1 to 1024 rows, and there are 1025"
     assert "not of one type" in refuses(x[:1], kernel.astype(jnp.bfloat16))
     assert "nothing to launch" in refuses(x[:1, :0], kernel[:0])
-    assert refuses(x[:64], kernel) is None
+    assert refuses(x[:1024], kernel) is None
     small = quantized(jnp.zeros((32, 8)), "mxfp4")
     assert refuses(jnp.zeros((64, 32), jnp.float16), small) is None
     assert "not of one type" in refuses(jnp.zeros((1, 32), jnp.int8), small)
