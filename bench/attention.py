@@ -162,6 +162,13 @@ SMALL_MODELS = [  # SmolLM2-135M's heads, then those of Qwen2.5-0.5B
     *product(B=(1, 8, 96), S=("7K",), heads=("9/3",), H=(64,), T=(1, 6)),
     *product(B=(1, 8, 64), S=("30K",), heads=("14/2",), H=(64,), T=(1, 6)),
 ]
+SMALL_SELECTIONS = [  # at 7 % of the context, as Vegas selects
+    *product(B=(96,), S=("7K",), n=(512,), heads=("9/3",), H=(64,)),
+    *product(B=(12,), S=("2K",), n=(144,), heads=("9/3",), H=(64,)),
+    *product(B=(16, 64), S=("30K",), n=("2K",), heads=("14/2",), H=(64,)),
+    *product(B=(64,), S=("8K",), n=(576,), heads=("16/8",)),
+    *product(B=(64,), S=("8K",), n=(576,), heads=("32/8",), H=(64,)),
+]
 SCORED_DEFAULT = {key: DEFAULT[key] for key in ("B", "S", "heads", "H", "T")}
 SCORED_CASES = [
     *product(B=(4,), S=("128K",), heads=("32/8",), T=(2, 6, 10, 16)),
@@ -213,7 +220,10 @@ SUITE = suite_of(
         },
         choices=CHOICES,
         complete=checked,
-        gpu=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head", "S=32K,n=2K"],
+        gpu=[
+            *("", "T=10", "S=32K,n=512,heads=32/32,indices=per-head", "S=32K,n=2K"),
+            *SMALL_SELECTIONS,
+        ],
         quick=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head"],
         cpu=["B=1,S=8K,n=512", "B=1,S=8K,n=512,heads=32/32,indices=per-head"],
     ),

@@ -1,6 +1,7 @@
-"""The matmuls of a layer and of the logits, each with what is fused into it: every backend.
+"""The matmuls of a layer and of the logits, alone and as a chain: every backend.
 
-XLA takes several launches for what the other backends do in one.
+Each includes the norm before it and the activation and sum after it, which are launches of their
+own in XLA.
 """
 
 from __future__ import annotations
@@ -18,62 +19,98 @@ from bench.decode.catalogue import MODELS
 from bench.program import reference
 from bench.suite import OperationBenchmark, Setup, suite_of
 from jspec.ops.linear import LINEAR
+from jspec.ops.linear_chain import LINEAR_CHAIN, Arrays
 from jspec.ops.norm import RMS
 from jspec.ops.quantized import KINDS, quantized
 
 TOLERANCE = 0.03  # of a value of about 1, rounded to bfloat16 after each operation
 PARTS = ("qkv", "output", "gate_up", "down", "logits")
+CHAIN = ("output", "gate_up", "down", "qkv")  # what follows attention, up to that of the next layer
 DENSE = tuple(name for name, config in MODELS.items() if config.experts is None)
+BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
-def setup(case: Case) -> Setup:
-    """A matmul of ``rows`` rows, as decoding has it, in bfloat16."""
-    config, part = MODELS[case["model"]], case["part"]
-    spec, width = config.layers[0], config.num_heads * config.layers[0].value_size
-    queries = config.num_heads * spec.key_size
-    projections = queries + spec.kv_heads * (spec.key_size + spec.value_size)
-    inputs, outputs = {
-        "qkv": (config.hidden_size, (projections,)),
-        "output": (width, (config.hidden_size,)),
-        "gate_up": (config.hidden_size, (2, config.intermediate_size)),
-        "down": (config.intermediate_size, (config.hidden_size,)),
-        "logits": (config.hidden_size, (config.vocab_size,)),
-    }[part]
-    keys = iter(jax.random.split(jax.random.key(workload.SEED), 5))
+class _Weights:
+    """Random arguments of the matmuls of a layer, in bfloat16."""
 
-    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
-        return (scale * jax.random.normal(next(keys), shape)).astype(jnp.bfloat16)
+    def __init__(self, case: Case):
+        self.config, self.rows, self.kind = MODELS[case["model"]], case["rows"], case["weights"]
+        self._keys = iter(jax.random.split(jax.random.key(workload.SEED), 5 * len(PARTS)))
 
+    def normal(self, *shape: int, scale: float = 1.0) -> jax.Array:
+        return (scale * jax.random.normal(next(self._keys), shape)).astype(jnp.bfloat16)
+
+    def shape(self, part: str) -> tuple[int, tuple[int, ...]]:
+        """The inputs and the outputs of a matmul."""
+        config, spec = self.config, self.config.layers[0]
+        hidden, values = config.hidden_size, spec.kv_heads * spec.value_size
+        projections = (config.num_heads + spec.kv_heads) * spec.key_size + values
+        return {
+            "qkv": (hidden, (projections,)),
+            "output": (config.num_heads * spec.value_size, (hidden,)),
+            "gate_up": (hidden, (2, config.intermediate_size)),
+            "down": (config.intermediate_size, (hidden,)),
+            "logits": (hidden, (config.vocab_size,)),
+        }[part]
+
+    def op(self, part: str, *, transposed: bool = False) -> Arrays:
+        """Kernel, bias, norm and residual of a matmul."""
+        inputs, outputs = self.shape(part)
+        shape = (*outputs, inputs) if transposed else (inputs, *outputs)
+        kernel = self.normal(*shape, scale=inputs**-0.5)
+        if self.kind != "bfloat16":
+            kernel = quantized(kernel, self.kind)
+        ends = part in ("output", "down")  # of an attention or a feed-forward block
+        bias = self.normal(*outputs) if part == "qkv" and self.config.qkv_bias else None
+        norm = None if ends else RMS(self.normal(inputs), self.config.norm_eps)
+        return kernel, bias, norm, self.normal(self.rows, *outputs) if ends else None
+
+
+def linear_setup(case: Case) -> Setup:
+    """A matmul of ``rows`` rows, as decoding has it."""
+    weights, part = _Weights(case), case["part"]
+    is_head = part == "logits"
     static = {
         "gated": part == "gate_up",
-        "transposed": part == "logits" and config.tie_embeddings,
-        "dtype": np.dtype("float32") if part == "logits" else np.dtype(jnp.bfloat16),
+        "transposed": is_head and weights.config.tie_embeddings,
+        "dtype": np.dtype("float32") if is_head else BFLOAT16,
     }
-    shape = (*outputs, inputs) if static["transposed"] else (inputs, *outputs)
-    x, kernel = normal(case["rows"], inputs), normal(*shape, scale=inputs**-0.5)
-    if case["weights"] != "bfloat16":
-        kernel = quantized(kernel, case["weights"])
-    norm = None if part in ("output", "down") else RMS(normal(inputs), config.norm_eps)
-    add = normal(case["rows"], *outputs) if part in ("output", "down") else None
-    bias = normal(*outputs) if part == "qkv" and config.qkv_bias else None
-    arguments = x, kernel, bias, norm, add
-    expected = reference(
-        LINEAR, jax.tree.map(_float32, arguments), **static | {"dtype": np.float32}
-    )
-    moved = expected.size * static["dtype"].itemsize
-    moved += sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arguments))
+    x = weights.normal(case["rows"], weights.shape(part)[0])
+    arguments = x, *weights.op(part, transposed=static["transposed"])
+    in_float32 = static | {"dtype": np.dtype("float32")}
+    expected = reference(LINEAR, jax.tree.map(_float32, arguments), **in_float32)
+    moved = _bytes(arguments) + expected.size * static["dtype"].itemsize
     return Setup(arguments, _is_near(expected), moved, static)
+
+
+def chain_setup(case: Case) -> Setup:
+    """The matmuls between the attentions of two layers, of ``rows`` rows."""
+    weights = _Weights(case)
+    output, gate_up, (*down, _), qkv = map(weights.op, CHAIN)
+    x = weights.normal(case["rows"], weights.shape("output")[0])
+    arguments = x, (output, gate_up, (*down, None), qkv)
+    static = {"added": (None, None, 0, None), "gated": (False, True, False, False)}
+    expected = reference(LINEAR_CHAIN, jax.tree.map(_float32, arguments), **static)
+    moved = _bytes(arguments) + sum(y.size * BFLOAT16.itemsize for y in expected)
+    return Setup(arguments, _is_near(expected, roundings=len(CHAIN)), moved, static)
+
+
+def _bytes(arguments: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
 
 
 def _float32(array: jax.Array) -> jax.Array:
     return array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array
 
 
-def _is_near(expected: np.ndarray) -> Callable[[Any], bool]:
-    bound = TOLERANCE * (1 + np.abs(expected))
+def _is_near(expected: Any, roundings: int = 1) -> Callable[[Any], bool]:
+    """A check that outputs are near these; ``roundings``: matmuls that follow each other."""
+    pairs = [(x, roundings * TOLERANCE * (1 + np.abs(x))) for x in jax.tree.leaves(expected)]
 
-    def check(output: Any) -> bool:
-        return bool((np.abs(np.asarray(output, np.float32) - expected) <= bound).all())
+    def check(outputs: Any) -> bool:
+        arrays = (np.asarray(y, np.float32) for y in jax.tree.leaves(outputs))
+        near = zip(arrays, pairs, strict=True)
+        return all(bool((np.abs(y - x) <= bound).all()) for y, (x, bound) in near)
 
     return check
 
@@ -83,10 +120,11 @@ LAYER = PARTS[:-1]
 ROWS = (12, 24, 32, 64, 96, 192, 320, 576)
 SUITE = suite_of(
     "linear",
-    "the matmuls of a layer and of the logits, with what is fused into them: every backend",
+    "the matmuls of a layer and of the logits with what is fused into them, alone and as a chain: "
+    "every backend",
     OperationBenchmark(
         operation=LINEAR,
-        setup=setup,
+        setup=linear_setup,
         default={"model": "qwen3-8b", "part": "qkv", "rows": 1, "weights": "bfloat16"},
         choices={"model": DENSE, "part": PARTS, "weights": ("bfloat16", *KINDS)},
         gpu=[
@@ -98,5 +136,17 @@ SUITE = suite_of(
         ],
         quick=product(model=SMALL[:2], part=LAYER, rows=(12, 96)),
         cpu=product(model=("tiny",), part=PARTS, rows=(8,)),
+    ),
+    OperationBenchmark(
+        operation=LINEAR_CHAIN,
+        setup=chain_setup,
+        default={"model": "qwen3-8b", "rows": 1, "weights": "bfloat16"},
+        choices={"model": DENSE, "weights": ("bfloat16", *KINDS)},
+        gpu=[
+            *product(model=SMALL, rows=(1, 8, 12, 16, 24, 96)),
+            *product(model=("qwen3-8b",), rows=(1, 10), weights=("bfloat16", "int8", "mxfp4")),
+        ],
+        quick=product(model=SMALL[:2], rows=(12,)),
+        cpu=product(model=("tiny",), rows=(8,)),
     ),
 )

@@ -40,6 +40,7 @@ CASES = {
     "collision_scores": f"{CODES},S=64",
     "dot_scores": f"{CODES},S=64,H=16,C=8",
     "linear": "model=tiny,part=gate_up,rows=3",
+    "linear_chain": "model=tiny,rows=3",
     "page_scores": f"{CODES},S=64,H=16,page=4",
 }
 
