@@ -1,20 +1,22 @@
 """Exact selection of the best positions of rows whose scores are shared by several devices.
 
-A radix select: the digits of a score, then, among equal scores, those of its position. For each
-digit the devices sum their histograms; nothing but counts is exchanged.
+Each device selects the best of its own slots, which are the only ones that the best of all can be
+among, and one all-gather brings their scores and positions to all devices. How much that is follows
+from the budget, not from the scores.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jspec.ops.hash import lengths_or
 from jspec.ops.selection import check_budget, select, sort_keys
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
-
-DIGIT = 11  # bits of a score in a histogram: three of them, of 8 KiB a row
 
 
 def select_sharded(
@@ -33,10 +35,11 @@ def select_sharded(
     """This device's slots among the ``k`` best positions of each row, in ascending order.
 
     Called inside a `jax.shard_map`. Over all devices, the selection is that of `jspec.ops.select`
-    with the scores in the order of their positions.
+    with the scores in the order of their positions. It takes one collective.
 
     Args:
-        scores: ``[B, n]`` or ``[B, K, n]``, of this device's slots.
+        scores: ``[B, n]`` or ``[B, K, n]``, of this device's slots. Without ``highest``, int32
+            scores of -2**31 count as -2**31 + 1.
         positions: int32 ``[B or 1, n]``, ascending and below ``capacity``, -1 for an empty slot; no
             two devices of the axis have the same one.
         k: positions that are selected of a row, at most.
@@ -46,7 +49,7 @@ def select_sharded(
         lengths: int32 ``[B]``, positions of each row over all devices.
         sinks: as in `jspec.ops.select`.
         recent: as in `jspec.ops.select`.
-        highest: as in `jspec.ops.select`; with it one histogram is exchanged, without it three.
+        highest: as in `jspec.ops.select`.
 
     Returns:
         int32 ``[..., min(k, n)]``: slots, then -1.
@@ -55,7 +58,7 @@ def select_sharded(
         ValueError: for a budget that does not fit.
     """
     check_budget(k, sinks, recent)
-    lead = scores.shape[:-1]
+    lead, local_k = scores.shape[:-1], min(k, scores.shape[-1])
     lengths = lengths_or(lengths, lead, capacity)[..., None]
     max_counts = jnp.minimum(k, lengths)
     counts = (
@@ -65,55 +68,84 @@ def select_sharded(
     )
     positions = positions.reshape(-1, *[1] * (scores.ndim - 2), positions.shape[-1])
     positions = jnp.broadcast_to(positions, scores.shape)
-    among = (positions >= 0) & (positions < lengths)
-    forced = (positions < sinks) | (positions >= lengths - recent)
-    digits = [*_of_scores(scores, forced, highest), *_of_positions(positions, capacity)]
-    selected = jnp.zeros(scores.shape, bool)
-    need = jnp.maximum(counts, 0)
-    for digit, base in digits:
-        above, among, need = _split(digit, base, among, need, axis_name)
-        selected = selected | above
-    selected = selected | (among & (need > 0))
+    exists = (positions >= 0) & (positions < lengths)
+    forced = _Forced(sinks, lengths, jnp.maximum(lengths - recent, sinks))
+    is_forced = exists & ((positions < sinks) | (positions >= lengths - recent))
+    selected = is_forced & (forced.before(positions) < counts)
+    # The others have the rest of the budget.
+    need = jnp.maximum(counts - forced.before(lengths), 0)[..., 0]
+    keys = _keys(scores, exists & ~is_forced, highest)
+    threshold, last = _threshold(keys, positions, local_k, k, need, axis_name, capacity)
+    reaches = (keys.values > threshold) | ((keys.values == threshold) & (positions <= last))
+    selected = selected | (reaches & (keys.values > keys.none))
     number = selected.sum(axis=-1, dtype=jnp.int32)
-    return select(selected.astype(jnp.int32), min(k, scores.shape[-1]), counts=number, highest=1)
+    return select(selected.astype(jnp.int32), local_k, counts=number, highest=1)
 
 
-def _of_scores(scores: Array, forced: Array, highest: int | None) -> list[tuple[Array, int]]:
-    """Digits of scores, each with its base; forced positions are equal and above all others."""
-    if highest is not None:
-        return [(jnp.where(forced, highest + 2, scores + 1), highest + 3)]
-    keys = jnp.where(forced, 0, sort_keys(scores))
-    above = 2 ** (32 - 2 * DIGIT)
-    first = jnp.where(forced, above, (keys >> 2 * DIGIT).astype(jnp.int32))
-    pieces = (keys >> DIGIT, keys)
-    rest = [((piece & (2**DIGIT - 1)).astype(jnp.int32), 2**DIGIT) for piece in pieces]
-    return [(first, above + 1), *rest]
+class _Forced(NamedTuple):
+    """The positions of a row that are selected whatever they score: its ends.
 
-
-def _of_positions(positions: Array, capacity: int) -> list[tuple[Array, int]]:
-    """Digits that are larger for earlier positions; together they are unique."""
-    bits = max(capacity - 1, 1).bit_length()
-    low = bits // 2
-    later = capacity - 1 - positions
-    return [(later >> low, 2 ** (bits - low)), (later & (2**low - 1), 2**low)]
-
-
-def _split(
-    digit: Array, base: int, among: Array, need: Array, axis_name: Axes
-) -> tuple[Array, Array, Array]:
-    """Split ``among`` at the digit with which ``need [..., 1]`` positions are reached.
-
-    Returns the positions above that digit, those at it, and how many of the latter are needed.
+    ``sinks``: the first ones; ``lengths [..., 1]``: the row's; ``begin [..., 1]``: of the last ones
+    that are no sinks.
     """
-    rows = digit.reshape(-1, digit.shape[-1])
-    where = jnp.where(among.reshape(rows.shape), base - 1 - rows, base)
-    index = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
-    falling = jnp.zeros((len(rows), base), jnp.int32).at[index, where].add(1, mode="drop")
-    reached = jnp.cumsum(lax.psum(falling, axis_name), axis=-1)
-    reached = reached.reshape(*digit.shape[:-1], base)
-    # Where fewer are among them than needed, it is past the last digit, and all of them are above.
-    at = (reached < need).sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    before = jnp.take_along_axis(reached, jnp.maximum(at - 1, 0), axis=-1)
-    before = jnp.where(at > 0, before, 0)
-    threshold = base - 1 - at
-    return among & (digit > threshold), among & (digit == threshold), need - before
+
+    sinks: int
+    lengths: Array
+    begin: Array
+
+    def before(self, positions: Array) -> Array:
+        """How many of them come before each of ``positions``."""
+        first = jnp.minimum(positions, self.sinks)
+        return first + jnp.maximum(positions - self.begin, 0)
+
+
+class _Keys(NamedTuple):
+    """Scores as integers: int32 ``values [..., n]``, ``none`` for slots that are not scored.
+
+    All others are above ``none``. ``highest``: their bound, where it is small.
+    """
+
+    values: Array
+    none: int
+    highest: int | None
+
+
+def _keys(scores: Array, is_scored: Array, highest: int | None) -> _Keys:
+    if highest is not None:
+        return _Keys(jnp.where(is_scored, scores + 2, 0), 0, highest + 2)
+    none = -(2**31)
+    keys = lax.bitcast_convert_type(sort_keys(scores) ^ np.uint32(2**31), jnp.int32)
+    return _Keys(jnp.where(is_scored, jnp.maximum(keys, none + 1), none), none, None)
+
+
+def _threshold(
+    keys: _Keys,
+    positions: Array,
+    local_k: int,
+    k: int,
+    need: Array,
+    axis_name: Axes,
+    capacity: int,
+) -> tuple[Array, Array]:
+    """The key ``[..., 1]`` that the ``need [...]`` best of all devices reach.
+
+    And the position of the last of them that has just this key.
+    """
+    slots = select(keys.values, local_k, counts=need, highest=keys.highest)
+    best = _at(keys.values, slots, keys.none)
+    message = jnp.stack([best, _at(positions, slots, -1)])
+    values, where = lax.all_gather(message, axis_name, axis=message.ndim - 1, tiled=True)
+    k = min(k, values.shape[-1])
+    chosen = select(values, k, counts=need, highest=keys.highest)
+    reached = _at(values, chosen, 2**31 - 1)
+    threshold = reached.min(axis=-1, keepdims=True)
+    # Devices are in the order of their ranks here, and ties in that of their positions.
+    ties = ((chosen >= 0) & (reached == threshold)).sum(axis=-1, dtype=jnp.int32)
+    earlier = jnp.where(values == threshold, capacity - 1 - where, -1)
+    first = select(earlier, k, counts=ties, highest=capacity - 1)
+    return threshold, _at(where, first, -1).max(axis=-1, keepdims=True)
+
+
+def _at(x: Array, index: Array, other: int) -> Array:
+    """``x [..., n]`` at ``index [..., m]``, ``other`` where that is -1."""
+    return jnp.where(index >= 0, jnp.take_along_axis(x, jnp.maximum(index, 0), axis=-1), other)

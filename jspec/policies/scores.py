@@ -43,12 +43,20 @@ def softmax(scores: Array, layout: Layout, context_len: Array) -> Array:
         _is_committed(scores, layout, context_len), scores.astype(jnp.float32), -jnp.inf
     )
     top = scores.max(axis=-1, keepdims=True)
-    axis = layout.axis if isinstance(layout, Stripe) else ()
-    top = lax.pmax(top, axis) if axis else top
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
-    total = weights.sum(axis=-1, keepdims=True)
-    total = lax.psum(total, axis) if axis else total
+    total = jnp.exp(scores - _finite(top)).sum(axis=-1, keepdims=True)
+    if isinstance(layout, Stripe):
+        # One message: the sum of each device is relative to its own maximum.
+        tops, totals = lax.all_gather(jnp.stack([top, total]), layout.axis, axis=1)
+        top = tops.max(axis=0)
+        total = (totals * jnp.exp(tops - _finite(top)[None])).sum(axis=0)
+    # Equal scores have equal weights, on whichever devices they are.
+    weights = jnp.exp(scores - _finite(top))
     return weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+
+def _finite(top: Array) -> Array:
+    """``top`` with 0 where it is minus infinity, as it is of no score at all."""
+    return jnp.where(jnp.isfinite(top), top, 0)
 
 
 def max_with_previous(

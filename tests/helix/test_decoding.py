@@ -102,6 +102,19 @@ def gathered(program: str, operation: str = "all-gather") -> list[int]:
     return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
 
+# Collectives by which devices select together, in a layer of a step: the all-gather of the best of
+# each device. Vegas also adds up scores over heads; ``ahead`` also sums exponentials and moves the
+# last scores of blocks.
+SELECTING = {"streaming": 0, "exact": 1, "hata": 1, "vegas": 2, "ahead": 4}
+
+
+def selecting(program: str) -> list[str]:
+    """The collectives of a compiled program by which devices select positions."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    lines = re.findall(rf"= \S+ (?:{kinds})(?:-start)?\(.*", program)
+    return [line for line in lines if "/selection/" in line]
+
+
 def check(model, name: str, kvp: int, tpa: int, right: list[list[int]], *modes: dict) -> None:
     sharded = helix.shard(model, helix.HelixConfig(kvp=kvp, tpa=tpa, block=4))
     tokens, program = decoded(sharded, DRAFTERS[name], *modes)
@@ -111,10 +124,17 @@ def check(model, name: str, kvp: int, tpa: int, right: list[list[int]], *modes: 
     limit = 2048 // (kvp * tpa) - 1
     if SAMPLED in modes:  # numbers of the first and the last tile of each position and device
         limit = max(limit, 2 * 16 * kvp * tpa)
+    if name in SELECTING:
+        if kvp > 1:
+            assert len(selecting(program)) == SELECTING[name], selecting(program)
+        candidates = len(TEXTS) * CONFIG.layers[0].kv_heads // tpa * SPARSE["budget"]
+        limit = max(limit, 2 * kvp * candidates)  # their scores and positions
     assert all(size <= limit for size in gathered(program)), gathered(program)
 
 
-@pytest.mark.parametrize(("name", "kvp", "tpa"), [("ngram", 4, 1), ("ahead", 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "kvp", "tpa"), [("ngram", 4, 1), ("ahead", 4, 2), ("vegas", 2, 2)], ids=str
+)
 def test_greedy_tokens_are_those_of_one_device(name, kvp, tpa, model, alone):
     check(model, name, kvp, tpa, alone, GREEDY)
 

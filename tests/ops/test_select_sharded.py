@@ -53,8 +53,9 @@ def sharded(layout: StripedLayout, k: int, **settings):
         ("float32", 2, 96, 2, 8, (12,)),
         ("float32", 0, 30, 0, 1, (4, 3)),
         ("bfloat16", 0, 1, 1, 0, (8,)),
+        ("int32", 0, 17, 2, 3, (6,)),
     ],
-    ids=["ties", "all", "floats", "one"],
+    ids=["ties", "all", "floats", "one", "integers"],
 )
 def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead):
     layout, rows = StripedLayout(96, RANKS, 4), int(np.prod(lead))
@@ -76,14 +77,19 @@ def test_ranks_select_what_one_device_does(dtype, kinds, k, sinks, recent, lead)
     assert (np.asarray(right) >= 0).any()
 
 
-def test_what_is_exchanged_does_not_grow_with_the_scores():
+def test_what_is_exchanged_follows_from_the_budget():
+    """One message of scores and positions, as long for four times the scores."""
     moved = []
     for size in (2**14, 2**16):
-        run = sharded(StripedLayout(size, RANKS, 16), 64, sinks=0, recent=0, highest=128)
-        shapes = [jax.ShapeDtypeStruct((2, *x), jnp.int32) for x in ((size,), (), ())]
-        moved.append(collective_bytes(jax.make_jaxpr(run)(*shapes).jaxpr))
-    # The digits of positions grow with the square root of their number.
-    assert 0 < moved[1] <= 2 * moved[0] < 2**14
+        run = sharded(StripedLayout(size, RANKS, 16), 64, sinks=0, recent=0)
+        shapes = [
+            jax.ShapeDtypeStruct((2, *x), dtype)
+            for x, dtype in (((size,), jnp.float32), ((), jnp.int32), ((), jnp.int32))
+        ]
+        jaxpr = jax.make_jaxpr(run)(*shapes)
+        assert str(jaxpr).count("all_gather[") == 1
+        moved.append(collective_bytes(jaxpr.jaxpr))
+    assert moved == [RANKS * 2 * 2 * 64 * 4] * 2
 
 
 def test_scores_that_no_rank_can_read_are_left_out():
