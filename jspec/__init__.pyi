@@ -76,6 +76,12 @@ from .decode.generation import (
 from .decode.options import DecodeOptions as DecodeOptions
 from .decode.prefill import fill_slot as fill_slot
 from .decode.prefill import start_decoding as start_decoding
+from .decode.processors import LogitBias as LogitBias
+from .decode.processors import LogitsFunction as LogitsFunction
+from .decode.processors import LogitsProcessor as LogitsProcessor
+from .decode.processors import MinNewTokens as MinNewTokens
+from .decode.processors import Penalties as Penalties
+from .decode.processors import TokenHistory as TokenHistory
 from .decode.request import Request as Request
 from .decode.rows import grow_capacity as grow_capacity
 from .decode.score import score_tokens as score_tokens

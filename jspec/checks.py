@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -44,3 +46,33 @@ def check_flags(setting: Any, *names: str) -> None:
 def present_fields(setting: Any, *names: str) -> tuple[str, ...]:
     """Those of the fields ``names`` of ``setting`` that are not None."""
     return tuple(name for name in names if getattr(setting, name) is not None)
+
+
+def whole_number(value: Any) -> int | None:
+    """``value`` as an int, also from numpy; None for anything else, bools and floats included."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """``value`` as token ids. Raises `ValueError`, by ``name``, for anything but a list of them."""
+    listed = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    ids = tuple(map(whole_number, value)) if listed else (None,)
+    known = tuple(token for token in ids if token is not None and 0 <= token < 2**31)
+    require(
+        len(known) == len(ids),
+        f"{name}={shown(value)} must be token ids, whole numbers below 2**31, as in (2, 7)",
+    )
+    return known
+
+
+def shown(value: Any) -> str:
+    """``value`` as an error message shows it: one line of at most 80 characters."""
+    try:
+        return f"{' '.join(repr(value).split()):.80}"
+    except ValueError:  # Python prints no int of thousands of digits
+        return f"{type(value).__name__} of thousands of digits"

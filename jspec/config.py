@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
-import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
-from jspec.checks import check_flags, check_numbers, check_sizes, present_fields, require
+from jspec.checks import (
+    check_flags,
+    check_numbers,
+    check_sizes,
+    present_fields,
+    require,
+    shown,
+    token_ids,
+    whole_number,
+)
 from jspec.parts import Activation, Experts, Latent, Rope, RopeScaling
 
 SamplingMode = Literal["greedy", "sampled", "filtered"]
@@ -271,6 +280,15 @@ class SamplingParams:
         stop_tokens: End the request in addition to the model's stop tokens.
         draft_limit: Most draft tokens of the request per step; None is the step's gamma.
         ignore_eos: Whether the model's stop tokens do not end the request.
+        logit_bias: What is added to the logits of tokens, as ``{token: bias}``; minus infinity bans
+            a token. The fields from here on are those of `jspec.LogitsProcessor`: they change the
+            logits before the temperature, also of greedy requests.
+        banned_tokens: Tokens that are never generated.
+        min_new_tokens: New tokens before which no stop token is generated.
+        repetition_penalty: Positive logits of tokens of the prompt and the answer are divided by
+            it, others multiplied; 1 switches it off.
+        frequency_penalty: Subtracted from a token's logit for each time that the answer has it.
+        presence_penalty: Subtracted from a token's logit where the answer has it.
 
     Raises:
         ValueError: For any other value.
@@ -285,6 +303,12 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
     draft_limit: int | None = None
     ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    banned_tokens: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         self._whole("max_new_tokens", 1, "must be at least 1")
@@ -304,6 +328,19 @@ class SamplingParams:
         object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
         flag = self.ignore_eos
         require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        banned = token_ids("banned_tokens", self.banned_tokens)
+        object.__setattr__(self, "banned_tokens", tuple(dict.fromkeys(banned)))
+        self._whole("min_new_tokens", 0, "must be at least 0")
+        require(
+            self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens={self.min_new_tokens} must be at most max_new_tokens="
+            f"{self.max_new_tokens}",
+        )
+        positive_or_off = "must be a positive float32; 1 switches it off"
+        self._real("repetition_penalty", lambda x: 1e-30 <= x <= 1e30, positive_or_off)
+        for name in ("frequency_penalty", "presence_penalty"):
+            self._real(name, lambda x: abs(x) <= 1e30, "must be finite; 0 switches it off")
 
     @classmethod
     def from_model(cls, path: str | os.PathLike[str], **changes: Any) -> SamplingParams:
@@ -337,9 +374,7 @@ class SamplingParams:
 
     def _real(self, name: str, valid: Callable[[Any], bool], requirement: str) -> None:
         value = getattr(self, name)
-        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        # Compared before it becomes a float, which an int of 400 digits cannot.
-        require(is_real and valid(value), f"{name}={shown(value)} {requirement}")
+        require(_is_real(value, valid), f"{name}={shown(value)} {requirement}")
         object.__setattr__(self, name, float(value))
 
     @property
@@ -351,14 +386,25 @@ class SamplingParams:
         return "filtered" if filtered else "sampled"
 
 
-def whole_number(value: Any) -> int | None:
-    """``value`` as an int, also from numpy; None for anything else, bools and floats included."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """``value`` of `SamplingParams.logit_bias` as pairs, one for each token."""
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    message = (
+        f"logit_bias={shown(value)} must map token ids to biases, finite float32 or minus infinity"
+    )
+    is_pairs = isinstance(pairs, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in pairs)
+    require(is_pairs, message)
+    tokens = token_ids("logit_bias", [token for token, _ in pairs])
+    biases = [bias for _, bias in pairs]
+    valid = all(_is_real(bias, lambda x: x == -math.inf or abs(x) <= 1e30) for bias in biases)
+    require(valid, message)
+    return tuple(dict(zip(tokens, map(float, biases), strict=True)).items())
+
+
+def _is_real(value: Any, valid: Callable[[Any], bool]) -> bool:
+    """Whether ``value`` is a number, no bool, and ``valid``."""
+    # Compared before it becomes a float, which an int of 400 digits cannot.
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and valid(value)
 
 
 def positive(name: str, value: Any, limit: int = 2**31 - 1) -> int:
@@ -374,23 +420,3 @@ def refuse_class(name: str, value: Any) -> None:
     """Raise `TypeError` for a class where an object of it is needed."""
     if isinstance(value, type):
         raise TypeError(f"{name}={value.__name__} is a class; pass one of it, {value.__name__}()")
-
-
-def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """``value`` as token ids. Raises `ValueError`, by ``name``, for anything but a list of them."""
-    listed = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
-    ids = tuple(map(whole_number, value)) if listed else (None,)
-    known = tuple(token for token in ids if token is not None and 0 <= token < 2**31)
-    require(
-        len(known) == len(ids),
-        f"{name}={shown(value)} must be token ids, whole numbers below 2**31, as in (2, 7)",
-    )
-    return known
-
-
-def shown(value: Any) -> str:
-    """``value`` as an error message shows it: one line of at most 80 characters."""
-    try:
-        return f"{' '.join(repr(value).split()):.80}"
-    except ValueError:  # Python prints no int of thousands of digits
-        return f"{type(value).__name__} of thousands of digits"

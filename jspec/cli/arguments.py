@@ -171,6 +171,11 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=0, metavar="N", help="0 (default) or -1 is off")
     add("--top-p", type=float, default=1.0, metavar="X", help="1 (default) is off")
     add("--min-p", type=float, default=0.0, metavar="X", help="0 (default) is off")
+    off = "(default) is off"
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help=f"1 {off}")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X", help=f"0 {off}")
+    add("--presence-penalty", type=float, default=0.0, metavar="X", help=f"0 {off}")
+    add("--min-new-tokens", type=int, default=0, metavar="N", help="without an end; default 0")
     add("--seed", type=int, metavar="N", help="keys every random number; default a fresh one")
     add(
         "--ignore-eos",

@@ -23,6 +23,10 @@ _FIELDS = {
     "top_k": int,
     "top_p": float,
     "min_p": float,
+    "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "min_new_tokens": int,
     "seed": int,
     "ignore_eos": bool,
 }

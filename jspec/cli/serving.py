@@ -15,6 +15,7 @@ from jspec.decode.engine import Engine
 from jspec.decode.generation import Interrupted
 from jspec.decode.generation import generate as decode
 from jspec.decode.options import DecodeOptions
+from jspec.decode.processors import completed
 from jspec.decode.request import Request
 from jspec.decode.rows import stops_of
 from jspec.decode.stats import Stats
@@ -171,13 +172,15 @@ def _single(job: Job, one: Ready, show: Show) -> Outcome:
 def _lines(job: Job, ready: Sequence[Ready], show: Show) -> Outcome:
     """The requests of a file, shown in its order; of interrupted ones those that have tokens."""
     ends, progress, interrupted = job.model.config.stop_tokens, show.progress, False
+    processors = completed((), [one.params for one in ready])
+    options: DecodeOptions = {**job.options, "processors": processors}
     engine = Engine(
         job.model,
         slots=min(job.batch, len(ready)),
         capacity=max(len(one.prompt) + one.params.max_new_tokens for one in ready),
         stop_tokens=max(1, len(ends), *(len(stops_of(one.params, ends)) for one in ready)),
         on_compile=progress.compiling,
-        **job.options,
+        **options,
     )
     rows = [job.row(one) for one in ready]
     served: list[Served] = []

@@ -307,7 +307,8 @@ def choice_of(
     leaves, structure = jax.tree.flatten(models)
     batch, capacity = state.tokens.shape
     model = (structure, tuple((x.shape, x.dtype) for x in leaves))
-    key = (config, ladder, batch, capacity.bit_length(), state.mode, model)
+    processors = state.processing and state.processing.processors
+    key = (config, ladder, batch, capacity.bit_length(), state.mode, processors, model)
     with _LOCK:
         choice = _CHOICES.pop(key, None)
         if choice is None:

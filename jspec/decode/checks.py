@@ -190,6 +190,12 @@ def check_request(models: Models, prompt: Prompt, params: SamplingParams) -> Non
             f"the prompt holds token {low if low < 0 else high}, outside the vocabulary "
             f"0..{config.vocab_size - 1}"
         )
+    biased = [*params.banned_tokens, *dict(params.logit_bias)]
+    if biased and max(biased) >= config.vocab_size:
+        raise ValueError(
+            f"logit_bias or banned_tokens hold token {max(biased)}, outside the vocabulary "
+            f"0..{config.vocab_size - 1}"
+        )
     for whose, model in (("", models.target), ("for the draft model: ", models.draft)):
         if model is None or len(prompt) + params.max_new_tokens <= model.config.max_context:
             continue

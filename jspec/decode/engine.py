@@ -15,6 +15,7 @@ from jspec.config import SamplingParams, positive
 from jspec.decode.checks import Prompt, agreed_params, as_ids, check_request
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
+from jspec.decode.processors import LogitsProcessor, check_served
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import OnTokens, Request
 from jspec.decode.rows import stops_of
@@ -142,6 +143,7 @@ class Engine:
         (ids,) = as_ids([prompt])
         (params,) = agreed_params(self._options.models, [ids], params, self.capacity)
         check_request(self._options.models, ids, params)
+        check_served(self.processors, params, "engine")
         needed = len(ids) + params.max_new_tokens
         if needed > self.capacity:
             raise ValueError(
@@ -211,6 +213,11 @@ class Engine:
         """Whether it takes requests: it has not ended, and decodes with its model's weights."""
         replaced = any(variable.get_raw_value() is not x for variable, x in self._weights)
         return not self._is_closed and not replaced
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """The logits processors of its requests."""
+        return self._options.processors
 
     @property
     def busy(self) -> bool:

@@ -9,6 +9,7 @@ from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt
 from jspec.decode.engine import Engine
 from jspec.decode.options import DecodeOptions
+from jspec.decode.processors import completed
 from jspec.decode.request import OnTokens, Request
 from jspec.decode.rows import power_of_two, stops_of
 from jspec.typing import Model
@@ -54,7 +55,7 @@ class EnginePool:
         stops = max(len(stops_of(p, ends)) for p in params)
         requests: list[Request] = []
         with self._lock:
-            engine = self._with_room(slots, positions, stops)
+            engine = self._with_room(slots, positions, stops, params)
             try:
                 for ids, one, callback in zip(prompts, params, on_tokens, strict=True):
                     requests.append(engine.submit(ids, one, on_tokens=callback))
@@ -74,8 +75,10 @@ class EnginePool:
             for request in requests:
                 request.cancel()
 
-    def _with_room(self, slots: int, positions: int, stops: int) -> Engine:
-        """An engine with so many slots or more, and room for such requests.
+    def _with_room(
+        self, slots: int, positions: int, stops: int, params: Sequence[SamplingParams]
+    ) -> Engine:
+        """An engine with so many slots or more, and room and processors for such requests.
 
         One of ``slots`` is made where there is none, in place of those that it can stand for and of
         those with old weights.
@@ -83,11 +86,14 @@ class EnginePool:
         self.engines = {size: x for size, x in self.engines.items() if x.is_current}
         for size, engine in sorted(self.engines.items()):
             fits = size == slots or 1 < slots < size
-            if fits and engine.capacity >= positions and engine.stop_tokens >= stops:
+            serves = completed(engine.processors, params) == engine.processors
+            if fits and serves and engine.capacity >= positions and engine.stop_tokens >= stops:
                 return engine
+        processors = self._options.get("processors", ())
         if slots in self.engines:
             before = self.engines.pop(slots)
             positions, stops = max(positions, before.capacity), max(stops, before.stop_tokens)
+            processors = before.processors
             del before  # its memory is free for the next one, unless requests decode in it
         capacity = room_for(positions)
         self.engines = {
@@ -95,12 +101,13 @@ class EnginePool:
             for size, x in self.engines.items()
             if size == 1 or size > slots or x.capacity > capacity
         }
+        options: DecodeOptions = {**self._options, "processors": completed(processors, params)}
         self.engines[slots] = Engine(
             self._model,
             slots=slots,
             capacity=capacity,
             stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
-            **self._options,
+            **options,
         )
         return self.engines[slots]
 

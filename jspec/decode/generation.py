@@ -15,6 +15,7 @@ from jspec.decode.checks import Prompt, agreed_params, as_ids, check_requests
 from jspec.decode.convert_state import convert_state
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity, start_decoding
+from jspec.decode.processors import LogitsProcessor, completed
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import Request
 from jspec.decode.rows import state_of, stops_of
@@ -126,10 +127,11 @@ def generate(
                     sizes = {"capacity": capacity, "chunk": prefill_chunk, "grows": True}
                     calls = {"on_prefill": on_prefill, "run": runner.chunks.programs}
                     sizes |= {"cache_dtype": resolved.cache_dtype}
+                    calls |= {"processors": resolved.processors}
                     state = start_decoding(models, ids, rows, config, **sizes, **calls)
                     prompt_tokens = sum(map(len, ids))
                 else:
-                    state = _converted(models, prefilled, ids, rows, config)
+                    state = _converted(models, prefilled, ids, rows, config, resolved.processors)
                 jax.block_until_ready(state)
             runner.fill(state, range(len(ids)), requests)
             while runner.busy:
@@ -145,6 +147,7 @@ def _converted(
     ids: Sequence[np.ndarray],
     params: Sequence[SamplingParams],
     config: StepConfig,
+    processors: Sequence[LogitsProcessor],
 ) -> DecodeState:
     """A state that has the prompts already, for steps of ``config`` with other ``params``."""
     tokens, lengths = jax.device_get((prefilled.tokens, prefilled.lengths))
@@ -158,7 +161,12 @@ def _converted(
     state = convert_state(models, prefilled, config)
     ends = models.target.config.stop_tokens
     row = (tokens, lengths, params, ends, state.cache, state.draft)
-    state = state_of(*row, exact=state.exact)
+    state = state_of(
+        *row,
+        exact=state.exact,
+        processors=completed(processors, params),
+        vocab_size=models.target.config.vocab_size,
+    )
     return place(state, explicit_mesh_sharding(models))
 
 

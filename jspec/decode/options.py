@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import jax
@@ -16,6 +16,7 @@ from jspec.decode.auto import LADDER
 from jspec.decode.checks import check_exact, check_models
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.on_mesh import mesh_model
+from jspec.decode.processors import LogitsProcessor, check_processors
 from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import FlatModels, Models
 from jspec.dispatch import Backends
@@ -50,6 +51,9 @@ class DecodeOptions(TypedDict, total=False):
         backends: Backends of operations by name, as in ``{"verify_greedy": "cuda"}``.
         exact: Whether greedy tokens are those of plain decoding bit for bit, also in bfloat16 and
             with any batch and draft, on an NVIDIA GPU (docs/exact.md). The default is False.
+        processors: Logits processors of all requests, in this order. `jspec.generate` and
+            `jspec.LLM` add those that fields of `SamplingParams` need before them; a
+            `jspec.Engine`, which compiles nothing later, needs these in the list too.
     """
 
     draft: Drafter | None
@@ -62,6 +66,7 @@ class DecodeOptions(TypedDict, total=False):
     cache_dtype: DTypeLike | None
     backends: Mapping[str, str]
     exact: bool
+    processors: Sequence[LogitsProcessor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +82,7 @@ class ResolvedOptions:
             as for others.
         steps: Steps of a chunk.
         cache_dtype: As in `DecodeOptions`.
+        processors: As in `DecodeOptions`.
     """
 
     models: Models
@@ -86,6 +92,7 @@ class ResolvedOptions:
     sampled_gamma: int | None
     steps: int
     cache_dtype: DTypeLike | None
+    processors: tuple[LogitsProcessor, ...]
 
     @classmethod
     def of(cls, model: Model, options: DecodeOptions) -> ResolvedOptions:
@@ -139,7 +146,8 @@ class ResolvedOptions:
             steps = positive("steps_per_chunk", steps_per_chunk)
         models, dtype = _on_device(models), options.get("cache_dtype")
         flat, sampled_gamma = FlatModels.of(models), sampled_gamma if asked is None else None
-        return cls(models, flat, config, configs, sampled_gamma, steps, dtype)
+        processors = check_processors(options.get("processors", ()))
+        return cls(models, flat, config, configs, sampled_gamma, steps, dtype, processors)
 
     def configs_of(self, mode: SamplingMode) -> Mapping[int, StepConfig]:
         """The configs that a chunk of ``mode`` may take, by gamma."""

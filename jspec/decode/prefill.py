@@ -25,6 +25,12 @@ from jspec.decode.checks import (
 )
 from jspec.decode.draft import TargetPass
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
+from jspec.decode.processors import (
+    LogitsProcessor,
+    check_processors,
+    check_served,
+    completed,
+)
 from jspec.decode.rows import (
     insert_row,
     packed_rows,
@@ -59,6 +65,7 @@ def start_decoding(
     run: Callable[..., Any] | None = None,
     sharding: Placing = None,
     grows: bool = False,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> DecodeState:
     """Check a batch of requests and prefill their prompts.
 
@@ -82,6 +89,7 @@ def start_decoding(
             own, such as `jspec.helix.Sharded`, places the state itself.
         grows: Whether ``capacity`` may be less than the longest request needs, as the caller raises
             it in time by `jspec.grow_capacity`.
+        processors: Logits processors of all requests, after those that their ``params`` need.
 
     Returns:
         The state for the first step.
@@ -105,7 +113,9 @@ def start_decoding(
     longest, rings = max(capacity, needed), not config.exact
     layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
     sizes = (capacity, layouts, dtype, chunk)
-    return _started(models, ids, params, config, *sizes, on_prefill, run, sharding)
+    processors = completed(check_processors(processors), params)
+    rest = (processors, on_prefill, run, sharding)
+    return _started(models, ids, params, config, *sizes, *rest)
 
 
 def _checked(
@@ -149,6 +159,7 @@ def _started(
     layouts: Sequence[Layout],
     dtype: DTypeLike,
     chunk: int | None,
+    processors: Sequence[LogitsProcessor],
     on_prefill: OnPrefill | None = None,
     run: Callable[..., Any] | None = None,
     sharding: Placing = None,
@@ -185,7 +196,8 @@ def _started(
             on_prefill(min(begin + chunk, total), total)
     ends = models.target.config.stop_tokens
     row = (tokens, lengths, params, ends, cache, drafter_state)
-    return place(state_of(*row, exact=config.exact), sharding)
+    settings = {"processors": processors, "vocab_size": models.target.config.vocab_size}
+    return place(state_of(*row, exact=config.exact, **settings), sharding)
 
 
 def fill_slot(
@@ -225,7 +237,9 @@ def fill_slot(
     checked, ids, rows = _checked(models, [prompt], params, config, (capacity, chunk))
     _check_capacity(capacity, len(ids[0]) + rows[0].max_new_tokens)
     sizes = (capacity, state.cache.layouts, state.cache.keys(0).dtype, chunk)
-    one = _started(checked, ids, rows, config, *sizes)
+    processors = () if state.processing is None else state.processing.processors
+    check_served(processors, rows[0], "batch")
+    one = _started(checked, ids, rows, config, *sizes, processors)
     if _row_shapes(one.draft) != _row_shapes(state.draft):
         raise ValueError(
             f"with draft={shown(config.draft)} and gamma={config.gamma} the drafter keeps other "

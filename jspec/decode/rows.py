@@ -16,6 +16,7 @@ from jspec.cache import Cache
 from jspec.cache.cache import longer
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, mode_of, sampling_of
+from jspec.decode.processors import LogitsProcessor, Processing
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
 from jspec.host import in_host, to_device, to_host
@@ -34,12 +35,15 @@ def state_of(
     exact: bool,
     room: int | None = None,
     mode: SamplingMode | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+    vocab_size: int = 0,
 ) -> DecodeState:
     """The state of prompts whose keys and values are in ``cache``.
 
     ``tokens`` int32 ``[B, S]`` has -1 after each prompt; ``params`` have seeds; ``ends``: the
     model's stop tokens; ``room``: stop tokens that a row has room for; ``room`` and ``mode`` are
-    None for what ``params`` need. Its arrays are of numpy, but for those that are passed: a program
+    None for what ``params`` need; ``processors``: of logits of a model with ``vocab_size`` tokens,
+    which serve all ``params``. Its arrays are of numpy, but for those that are passed: a program
     takes all of them at once, while copying each to the device would take as long as copying all.
     """
     if room is None:  # with that of the model's always, so that `ignore_eos` changes no shape
@@ -59,6 +63,7 @@ def state_of(
         draft=drafter_state,
         mode=mode_of(params) if mode is None else mode,
         exact=exact,
+        processing=Processing.of(processors, vocab_size, params, lengths),
         **arrays,
     )
 
@@ -196,7 +201,11 @@ def packed_rows(
     """
     tokens, lengths = padded(prompts, state.tokens.shape[1])
     cache = dataclasses.replace(cache, lengths=lengths - 1)
-    like = {"exact": state.exact, "room": state.stop_tokens.shape[1], "mode": state.mode}
+    like: dict[str, Any] = {"exact": state.exact, "mode": state.mode}
+    like["room"] = state.stop_tokens.shape[1]
+    if state.processing is not None:
+        like["processors"] = state.processing.processors
+        like["vocab_size"] = state.processing.vocab_size
     row = state_of(tokens, lengths, params, ends, cache, drafter_state, **like)
     return PackedRows.of(row, slots)
 

@@ -105,6 +105,7 @@ class SlotPrefill:
             capacity=self._capacity,
             cache_dtype=self._options.cache_dtype,
             run=self._programs,
+            processors=self._options.processors,
         )
 
     def completion_of(self, state: DecodeState, row: Row) -> Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.config import SamplingMode
+from jspec.decode.processors import Processing
 from jspec.ops.sample import Sampling
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array, Model
@@ -120,7 +121,9 @@ class StepRecord:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields="cache tokens limits done sampling stop_tokens draft_limits draft".split(),
+    data_fields=(
+        "cache tokens limits done sampling stop_tokens draft_limits draft processing".split()
+    ),
     meta_fields=["mode", "exact"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +140,7 @@ class DecodeState:
         stop_tokens: int32 ``[B, M]``: stop tokens of each row, -1 for none.
         draft_limits: int32 ``[B]``: most draft tokens per step.
         draft: The drafter's own pytree, None where it has none.
+        processing: Logits processors and their settings, None without any.
         mode: How much sampling the rows need, static: ``greedy`` (argmax only), ``sampled`` or
             ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which
             of the sufficient modes runs.
@@ -153,6 +157,7 @@ class DecodeState:
     draft: Any
     mode: SamplingMode
     exact: bool
+    processing: Processing | None = None
 
     @property
     def lengths(self) -> Array:
@@ -163,6 +168,13 @@ class DecodeState:
     def last_token(self) -> Array:
         """The last known token of each row, int32 ``[B]``: known, but not in the cache yet."""
         return jnp.take_along_axis(self.tokens, self.cache.lengths[:, None], axis=1)[:, 0]
+
+    def with_processor_states(self) -> DecodeState:
+        """With the states of its logits processors, for a step or several."""
+        if self.processing is None or self.processing.states:
+            return self
+        texts = self.tokens, self.lengths, self.stop_tokens
+        return dataclasses.replace(self, processing=self.processing.started(*texts))
 
     def beyond(self, positions: Array) -> Array:
         """Which of ``positions [B, T]`` no token of the row will ever have, bool ``[B, T]``."""

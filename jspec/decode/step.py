@@ -65,13 +65,32 @@ def decode_chunk(
     """
     policy_params = Models.of(models).policy
     cache = with_room_for_device_rows(state.cache, config.cache_policy, policy_params)
-    state = dataclasses.replace(state, cache=cache)
+    state = _with_processor_states(models, dataclasses.replace(state, cache=cache), config)
     state, records = lax.scan(
         lambda state, _: decode_step(models, state, config), state, length=steps
     )
-    return dataclasses.replace(
-        state, cache=dataclasses.replace(state.cache, device_rows=())
-    ), records
+    cache = dataclasses.replace(state.cache, device_rows=())
+    return _without_processor_states(dataclasses.replace(state, cache=cache)), records
+
+
+def _with_processor_states(
+    models: Model | Models | FlatModels, state: DecodeState, config: StepConfig
+) -> DecodeState:
+    """``state`` with the states of its logits processors, computed once for all steps."""
+    if state.processing is None:
+        return state
+    start = DecodeState.with_processor_states
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    # Placed as ``done``: over the batch axis alone.
+    like = jax.tree.map(lambda _: state.done, jax.eval_shape(start, shapes).processing)
+    like = dataclasses.replace(state, processing=like)
+    return on_mesh_of(Models.of(models).target, config, start, state, like=like)
+
+
+def _without_processor_states(state: DecodeState) -> DecodeState:
+    if state.processing is None:
+        return state
+    return dataclasses.replace(state, processing=state.processing.stopped())
 
 
 @jax.jit(static_argnames=("config", "max_tokens"), donate_argnames="state")
@@ -111,6 +130,9 @@ def decode_step(
 def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[DecodeState, StepRecord]:
     check_rings(state.cache.specs, state.cache.layouts, config.gamma)
     check_started(state.exact, config.exact)
+    if state.processing is not None and not state.processing.states:
+        state, record = _step(config, models, state.with_processor_states())
+        return _without_processor_states(state), record
     drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
     if _may_branch(config, models):
@@ -162,7 +184,11 @@ def _verified_step(
     logits, state, target_pass = run_target(models, state, drafted, config)
     before = state.cache.lengths
     axes = vocabulary_axes(models.target)
+    if state.processing is not None:
+        logits = state.processing.process(logits, drafted.tokens, axes)
     verified, state, record = verify(state, drafted, logits, config, axes)
+    if state.processing is not None:
+        state = dataclasses.replace(state, processing=state.processing.extended(record.tokens))
     after, max_new = state.cache.lengths, config.gamma + 1
     cache = with_pages(config.cache_policy, models.policy, state.cache, before, after, max_new)
     state = dataclasses.replace(state, cache=cache)

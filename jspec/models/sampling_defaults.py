@@ -12,8 +12,12 @@ from jspec.models.files import Fields, directory_of, read_json
 
 # Fields that change the distribution in transformers and that jspec lacks, where they change
 # nothing.
+_LOGITS = {  # fields that change logits, also of greedy requests, by their names here
+    "repetition_penalty": "repetition_penalty",
+    "min_new_tokens": "min_new_tokens",
+    "suppress_tokens": "banned_tokens",
+}
 _NEUTRAL: dict[str, Any] = {
-    "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
@@ -24,10 +28,8 @@ _NEUTRAL: dict[str, Any] = {
     "penalty_alpha": None,
     "guidance_scale": 1.0,
     "min_length": 0,
-    "min_new_tokens": 0,
     "bad_words_ids": None,
     "sequence_bias": None,
-    "suppress_tokens": None,
     "begin_suppress_tokens": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
@@ -41,8 +43,9 @@ def sampling_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
         path: a model directory, or a GGUF file in one.
 
     Returns:
-        ``max_new_tokens``, and with ``do_sample`` also ``temperature`` (1 if it is missing),
-        ``top_k``, ``top_p`` and ``min_p``, as far as the file has them; nothing without a file.
+        ``max_new_tokens``, ``min_new_tokens``, ``repetition_penalty`` and ``banned_tokens``, and
+        with ``do_sample`` also ``temperature`` (1 if it is missing), ``top_k``, ``top_p`` and
+        ``min_p``, as far as the file has them; nothing without a file.
 
     Raises:
         CheckpointError: there is no such directory, or the file is malformed.
@@ -55,6 +58,9 @@ def sampling_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if fields.has("max_new_tokens"):
         defaults["max_new_tokens"] = fields.integer("max_new_tokens")
+    defaults |= {
+        ours: value for name, ours in _LOGITS.items() if (value := fields.get(name)) is not None
+    }
     if fields.boolean("do_sample", False):
         names = ("temperature", "top_k", "top_p", "min_p")
         defaults["temperature"] = 1.0

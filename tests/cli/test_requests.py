@@ -22,6 +22,10 @@ DEFAULTS = {
     "min_p": 0.25,
     "seed": 3,
     "ignore_eos": False,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.25,
+    "presence_penalty": -0.5,
+    "min_new_tokens": 1,
 }
 
 
@@ -45,6 +49,10 @@ def test_a_line_has_the_settings_of_the_command_unless_it_names_others():
         "min_p": 0.125,
         "seed": 11,
         "ignore_eos": True,
+        "repetition_penalty": 2,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 1,
+        "min_new_tokens": 3,
     }
     assert fields.keys() == DEFAULTS.keys() == requests_module._FIELDS.keys()
     lines = [{"prompt": "x"}, {"prompt": "x", **fields}]

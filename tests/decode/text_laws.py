@@ -27,6 +27,7 @@ from jspec.decode.draft import (
 from jspec.decode.draft import autoregressive as draft_module
 from jspec.decode.generation import generate
 from jspec.decode.options import Gamma
+from jspec.decode.processors import LogitsProcessor
 from jspec.ops import vocabulary as vocabulary_module
 from jspec.ops.sample import Role
 from jspec.ops.stochastic import Rule
@@ -34,6 +35,7 @@ from jspec.policies import Dense, ExactTopK, Hata, Loki, MagicPIG, Quest, Stream
 from jspec.policies.prepare import prepare_params
 from tests.conftest import make_decoder
 from tests.decode.common import full_logits
+from tests.decode.processed import Change, processed
 from tests.ops.laws import check_counts, filtered_law
 
 ROWS = 6_000
@@ -115,8 +117,13 @@ def second(vocabulary: int = 3):
     return make_decoder(config, seed=5, embedding=30.0)
 
 
-def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
-    """The target's law of whole texts: all that ``max_new_tokens`` allow, ended by stop tokens."""
+def enumerated(
+    params: SamplingParams, change: Change = lambda logits, text: logits
+) -> dict[tuple[int, ...], float]:
+    """The target's law of whole texts: all that ``max_new_tokens`` allow, ended by stop tokens.
+
+    ``change``: what a processor of the caller's own does.
+    """
     new = params.max_new_tokens
     texts = list(itertools.product(range(3), repeat=new))
     tokens = jnp.asarray([[*PROMPT, *text] for text in texts])
@@ -124,7 +131,9 @@ def enumerated(params: SamplingParams) -> dict[tuple[int, ...], float]:
     law: dict[tuple[int, ...], float] = {}
     for text, rows in zip(texts, logits, strict=True):
         end = next((i + 1 for i, t in enumerate(text) if t in params.stop_tokens), new)
-        mass = [filtered_law(rows[i], params)[text[i]] for i in range(end)]
+        of_params = [processed(rows[i], PROMPT, text[:i], params) for i in range(end)]
+        final = [change(x, (*PROMPT, *text[:i])) for i, x in enumerate(of_params)]
+        mass = [filtered_law(x, params)[text[i]] for i, x in enumerate(final)]
         law[text[:end]] = float(np.prod(mass))
     return law
 
@@ -142,6 +151,7 @@ def check_law(
     vocabulary: int = 3,
     rule: Rule = "token",
     rows: int = ROWS,
+    processor: tuple[LogitsProcessor, Change] | None = None,
 ) -> float:
     """Chi-square of ``rows`` texts of one prompt, one seed each; returns the acceptance rate.
 
@@ -169,6 +179,7 @@ def check_law(
             policy_params=arrays,
             rule=rule,
             steps_per_chunk=2,
+            processors=[processor[0]] if processor else [],
         )
-    check_counts(Counter(got.tokens), enumerated(params))
+    check_counts(Counter(got.tokens), enumerated(params, *(processor or ())[1:]))
     return got.stats.acceptance_rate

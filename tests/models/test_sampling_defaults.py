@@ -19,6 +19,9 @@ def test_parameters_of_the_file(tmp_path):
     assert from_file(tmp_path, do_sample=True) == SamplingParams(temperature=1.0)
     assert from_file(tmp_path, temperature=0.6, top_k=20) == SamplingParams()
     assert from_file(tmp_path, do_sample=False, temperature=0.6) == SamplingParams()
+    penalised = from_file(tmp_path, repetition_penalty=1.05, suppress_tokens=[3], min_length=None)
+    assert penalised == SamplingParams(repetition_penalty=1.05, banned_tokens=(3,))
+    assert from_file(tmp_path, min_new_tokens=4, suppress_tokens=None).min_new_tokens == 4
     assert from_file(tmp_path, max_new_tokens=7, eos_token_id=[1, 2]).max_new_tokens == 7
     changed = SamplingParams.from_model(tmp_path, max_new_tokens=9, seed=3)
     assert changed == SamplingParams(max_new_tokens=9, seed=3)
@@ -30,8 +33,8 @@ def test_parameters_of_the_file(tmp_path):
 
 
 def test_what_jspec_lacks_is_named(tmp_path):
-    with pytest.warns(UserWarning, match=r"does not implement \{'repetition_penalty': 1\.05\}"):
-        params = from_file(tmp_path, do_sample=True, repetition_penalty=1.05, typical_p=1.0)
+    with pytest.warns(UserWarning, match=r"does not implement \{'no_repeat_ngram_size': 3\}"):
+        params = from_file(tmp_path, do_sample=True, no_repeat_ngram_size=3, typical_p=1.0)
     assert params == SamplingParams(temperature=1.0)
 
 

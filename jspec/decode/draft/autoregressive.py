@@ -66,21 +66,23 @@ def autoregressive(
     index = jnp.arange(gamma, dtype=jnp.int32)
 
     def body(advance, carried, step):
-        token, drafted, carry = carried
+        token, drafted, processing, carry = carried
         positions = state.lengths + step
         logits, carry = advance(step, token, positions - 1, carry)
+        if processing is not None:
+            logits = processing.process(logits[:, None], drafted[:, :0], axis_name)[:, 0]
         token = drawn(state, logits[:, None], positions[:, None], axis_name)[:, 0]
+        processing = None if processing is None else processing.extended(token[:, None])
         # Of tokens that the loop stacks itself, XLA makes a copy a step on a stream of its own,
         # for which a GPU waits longer than for this kernel.
         drafted = jnp.where(index[None] == step, token[:, None], drafted)
-        return (token, drafted, carry), None if state.mode == "greedy" else logits
+        return (token, drafted, processing, carry), None if state.mode == "greedy" else logits
 
     token = state.last_token
     drafted = jnp.broadcast_to(token[:, None], (len(token), gamma))
     usual, other = (functools.partial(body, x) for x in (advance, advance_refresh))
-    (_, tokens, carry), logits = alternating_scan(
-        usual, other, every, (token, drafted, carry), gamma
-    )
+    carried = token, drafted, state.processing, carry
+    (_, tokens, _, carry), logits = alternating_scan(usual, other, every, carried, gamma)
     lengths = jnp.full(state.lengths.shape, gamma, jnp.int32)
     logits = None if logits is None else jnp.swapaxes(logits, 0, 1)
     return Drafted(tokens, lengths, logits), carry

@@ -199,11 +199,16 @@ class Chain(Drafter):
             is_refresh=is_refresh,
         )
         logits = model.logits(hidden)
+        if state.processing is not None:
+            logits = state.processing.process(logits, drafted.tokens)
         model_tokens = drawn(state, logits, state.lengths[:, None] + index)
         verified = verify_greedy(drafted.tokens, model_tokens, drafted.lengths, state.stop_tokens)
-        _, rows = commit(
+        committed, rows = commit(
             verified, state.limits, Rows(state.tokens, state.cache.lengths, state.done)
         )
+        if state.processing is not None:
+            processing = state.processing.extended(committed[:, 2:])
+            state = dataclasses.replace(state, processing=processing)
         cache = cache.with_lengths(rows.cached)
         state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
         return (
