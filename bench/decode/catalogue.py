@@ -18,12 +18,12 @@ from jspec.parts import ClampedSwiGLU, Experts, Rope, RopeScaling
 CONTEXT = 131072  # of every model here; those that reach it by YaRN take no more time
 
 
-def _qwen3(layers: int = 36, heads: int = 32, **settings: Any) -> ModelConfig:
+def _qwen3(layers: int = 36, heads: int = 32, kv_heads: int = 8, **settings: Any) -> ModelConfig:
     return ModelConfig.uniform(
         vocab_size=151936,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=8,
+        num_kv_heads=kv_heads,
         head_size=128,
         rope_theta=1e6,
         qk_norm=True,
@@ -137,6 +137,9 @@ MODELS: dict[str, ModelConfig] = {
         max_context=CONTEXT,
     ),
     "qwen3-8b": _qwen3(hidden_size=4096, intermediate_size=12288),
+    # No published models: for tensor parallelism over more devices than there are KV heads.
+    "qwen3-8b-2kv": _qwen3(kv_heads=2, hidden_size=4096, intermediate_size=12288),
+    "qwen3-8b-1kv": _qwen3(kv_heads=1, hidden_size=4096, intermediate_size=12288),
     "qwen3-4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_embeddings=True),
     "qwen3-1.7b": _qwen3(28, 16, hidden_size=2048, intermediate_size=6144, tie_embeddings=True),
     "qwen3-0.6b": _qwen3(28, 16, hidden_size=1024, intermediate_size=3072, tie_embeddings=True),

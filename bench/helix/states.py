@@ -32,7 +32,7 @@ DEFAULT: Case = {"shape": "llama-3.1-8b", "B": 1, "S": 262144, "draft": "plain",
 DEFAULT |= {"kvp": 1, "tpa": 1, "overlap": 1, "strategy": "helix", "exchange": "xla"}
 DEFAULT |= {"backends": DEFAULT_BACKENDS}
 CHOICES = {
-    "shape": ("llama-3.1-8b", "tiny"),
+    "shape": ("llama-3.1-8b", "qwen3-8b", "qwen3-8b-2kv", "qwen3-8b-1kv", "tiny"),
     "draft": ("plain", "verify", "vegas"),
     "strategy": ("helix", "gather", "medha", "tp"),
     "exchange": ("xla", "pallas", "cuda"),

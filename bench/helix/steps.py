@@ -92,15 +92,30 @@ def largest_batch(batch: int, memory: dict[str, int]) -> int | None:
     return None if limit is None else max(int((limit - memory["weight_bytes"]) // row), 0)
 
 
+# At a million tokens, layouts of more GPUs, and shapes of fewer KV heads than GPUs, whose cache
+# tensor parallelism copies.
+LONG = [
+    f"shape={shape},S=1024K,{how}"
+    for shape, layouts in (
+        ("llama-3.1-8b", ("kvp={n}", "kvp={half},tpa=2", "tpa={n}")),
+        ("qwen3-8b-2kv", ("kvp={n}", "kvp={half},tpa=2", "kvp={half},tpa=2,strategy=tp")),
+        ("qwen3-8b-1kv", ("kvp={n}", "kvp={n},strategy=tp")),
+    )
+    for n in (4, 8)
+    for how in (layout.format(n=n, half=n // 2) for layout in layouts)
+]
+LONG += [f"shape=qwen3-8b-1kv,S=1024K,{how}" for how in ("kvp=2", "kvp=2,strategy=tp")]
+
+
 def defaults() -> list[str]:
-    """The cases of two GPUs."""
+    """The cases of two GPUs, and of four and eight where there are as many."""
     meshes, texts = ("kvp=2", "tpa=2"), []
     for draft in states.CHOICES["draft"]:
         texts += [f"{mesh},draft={draft}" for mesh in ("kvp=1", *meshes)]
         texts += [f"S=1024K,{mesh},draft={draft}" for mesh in meshes]
     texts += ["kvp=2,strategy=medha", "kvp=2,tpa=1,exchange=pallas"]
     texts += [f"kvp=2,draft=verify,backends={name}" for name in BACKENDS[1:]]
-    return texts + [f"B=4,{how}" for how in (*meshes, "kvp=2,overlap=2")]
+    return texts + [f"B=4,{how}" for how in (*meshes, "kvp=2,overlap=2")] + LONG
 
 
 STEP = Benchmark(

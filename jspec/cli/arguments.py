@@ -334,9 +334,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     roofline = kinds.add_parser("roofline", help="times to read a layer's cache and weights")
     roofline.add_argument("--batch", type=_integer, default=8, metavar="N", help="rows; default 8")
     pareto = kinds.add_parser("pareto", help="tokens a second of a GPU against those of a row")
-    pareto.add_argument(
-        "--gpus", type=_integer, default=64, metavar="N", help="at most; default 64"
-    )
+    paper = kinds.add_parser("paper", help="the ratios of the Helix paper's figures 5 to 7")
+    for kind in (pareto, paper):
+        kind.add_argument(
+            "--gpus", type=_integer, default=64, metavar="N", help="at most; default 64"
+        )
     pareto.add_argument("--fine", action="store_true", help="16 batch sizes an octave, not one")
     pareto.add_argument(
         "--sweep",
@@ -347,12 +349,15 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     measured = kinds.add_parser("measured", help="predictions of what the bench measured")
     measured.add_argument("results", nargs="+", metavar="FILE", help="of python -m bench helix")
-    measured.set_defaults(png=None)
+    for kind in (paper, measured):
+        kind.set_defaults(png=None)
     for kind in (roofline, pareto):
+        help = "that ships with jspec, or a config.json or its folder"
+        kind.add_argument("--model", metavar="NAME", help=help)
+    for kind in (roofline, pareto, paper):
         add = kind.add_argument
-        add("--model", metavar="NAME", help="that ships with jspec, or a config.json or its folder")
         add("--context", default="1M", metavar="N", help="positions, as in 1M (default)")
-    for kind in (roofline, pareto, measured):
+    for kind in (roofline, pareto, paper, measured):
         add = kind.add_argument
         add("--hardware", default="gb200", metavar="NAME", help="gb200 (default), h200, h100, FILE")
         add(
@@ -370,6 +375,11 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
             help="fit constants to a --json of python -m bench helix; "
             "repeatable; --set goes before it",
         )
+        add(
+            "--calibrated-on",
+            metavar="NAME",
+            help="the machine of --calibrate, whose rates become shares; default --hardware",
+        )
     hopb = kinds.add_parser("hopb", help="messages of some rows while others attend")
     hopb.add_argument("--requests", type=_integer, default=8, metavar="N", help="rows; default 8")
     hopb.add_argument("--compute", type=_finite, default=16, metavar="X", help="of all; default 16")
@@ -381,7 +391,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     for kind in (roofline, pareto, hopb):
         kind.add_argument("--png", metavar="FILE.png", help="also draw it")
-    for kind in (roofline, pareto, hopb, measured):
+    for kind in (roofline, pareto, paper, hopb, measured):
         kind.add_argument("--csv", metavar="FILE.csv", help="also write every row")
         kind.add_argument("--json", action="store_true", help="print one JSON object, no table")
 

@@ -7,7 +7,7 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,27 @@ import numpy as np
 from rich.table import Table
 
 from jspec.cli.show import PlainConsole
+from jspec.cli.simulate_options import (
+    Output,
+    Rows,
+    Titled,
+    constant_values,
+    constants_of,
+    context_of,
+    fit_tables,
+    named,
+)
+from jspec.cli.simulate_paper import paper
 from jspec.extras import check_matplotlib
-from jspec.helix.simulator.calibration import FITTED, Fit, calibrated, load_fits
 from jspec.helix.simulator.configurations import BASELINES, BATCHES, FINE_BATCHES, STRATEGIES
-from jspec.helix.simulator.cost import CONSTANTS, Constants, pipelined
+from jspec.helix.simulator.constants import CONSTANTS
+from jspec.helix.simulator.cost import pipelined
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
 from jspec.helix.simulator.measured import predictions
 from jspec.helix.simulator.pictures import draw_frontiers, draw_overlap, draw_roofline
 from jspec.helix.simulator.roofline import kv_read_us, weight_read_us
 from jspec.helix.simulator.shapes import Hardware, ModelShape, load_hardware, load_shape
 
-Rows = list[dict[str, Any]]
-Titled = tuple[str, Table]
-Output = tuple[Rows, dict[str, Any], list[Titled], Callable[[str], None] | None]
 LATENCIES_MS = (5, 10, 20, 50)
 # Of what the bench measures: bfloat16.
 MEASURED = dataclasses.replace(CONSTANTS, bytes_per_value=2, bytes_per_activation=2)
@@ -38,7 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if arguments.png:
         check_matplotlib()
-    commands = {"roofline": _roofline, "pareto": _pareto, "hopb": _hopb, "measured": _measured}
+    commands: dict[str, Callable[[argparse.Namespace], Output]] = {
+        "roofline": _roofline,
+        "pareto": _pareto,
+        "paper": paper,
+        "hopb": _hopb,
+        "measured": _measured,
+    }
     rows, result, tables, draw = commands[arguments.what](arguments)
     if arguments.png and draw is not None:
         draw(arguments.png)
@@ -59,9 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _roofline(arguments: argparse.Namespace) -> Output:
     """Appendix A over widths and contexts: the three panels of figure 1."""
-    shape, hardware = load_shape(arguments.model or "helix-figure-1"), _hardware(arguments)
-    fits, constants = _constants(arguments, hardware)
-    context, batch = _context(arguments), arguments.batch
+    shape, hardware = (
+        load_shape(arguments.model or "helix-figure-1"),
+        load_hardware(arguments.hardware),
+    )
+    fits, constants = constants_of(arguments)
+    context, batch = context_of(arguments), arguments.batch
     if shape.latent:
         raise ValueError(
             f"model {shape.name} has a latent cache, which appendix A leaves out; "
@@ -100,7 +117,7 @@ def _roofline(arguments: argparse.Namespace) -> Output:
         points = zip(x.tolist(), kv_us.tolist(), weight_us.tolist(), strict=True)
         rows = [{name: a, "kv_us": b, "weights_us": c} for a, b, c in points]
         panels.append((f"{title}, batch {batch}", name, rows))
-    tables = _fit_tables(fits, constants, hardware)
+    tables = fit_tables(arguments, fits, constants)
     tables += [_read_table(panel, shape, hardware, context) for panel in panels]
     rows = [
         {"panel": name, "x": row[name], "kv_us": row["kv_us"], "weights_us": row["weights_us"]}
@@ -112,7 +129,7 @@ def _roofline(arguments: argparse.Namespace) -> Output:
         draw_roofline(panels, path)
 
     result = {name: points for _, name, points in panels}
-    return rows, _named(shape, hardware, constants, context, fits) | result, tables, draw
+    return rows, named(shape, hardware, constants, context, fits) | result, tables, draw
 
 
 def _read_table(panel: Any, shape: ModelShape, hardware: Hardware, context: float) -> Titled:
@@ -131,8 +148,8 @@ def _read_table(panel: Any, shape: ModelShape, hardware: Hardware, context: floa
 
 def _pareto(arguments: argparse.Namespace) -> Output:
     """Throughput against interactivity, Helix against the baselines: figures 5 to 7."""
-    shape, hardware = load_shape(arguments.model or "llama-405b"), _hardware(arguments)
-    (fits, constants), context = _constants(arguments, hardware), _context(arguments)
+    shape, hardware = load_shape(arguments.model or "llama-405b"), load_hardware(arguments.hardware)
+    (fits, constants), context = constants_of(arguments), context_of(arguments)
     settings: dict[str, Any] = {
         "context": context,
         "gpus": arguments.gpus,
@@ -144,15 +161,15 @@ def _pareto(arguments: argparse.Namespace) -> Output:
     frontiers |= {name: simulation.frontier(name) for name in STRATEGIES if name in BASELINES}
     frontiers = {name: x for name, x in frontiers.items() if len(x.users)}
     headlines = simulation.headlines()
-    served = _served(simulation, arguments.gpus)
+    served = _served(simulation)
     sweeps = [
         row
-        for name, values in map(_sweep, arguments.sweep)
+        for name, values in map(constant_values, arguments.sweep)
         for row in swept(shape, hardware, name, values, constants=constants, **settings)
     ]
     title = f"{shape.name} on {hardware.name}, {context:,.0f} positions"
     base = simulation.frontier(*BASELINES)
-    tables = _fit_tables(fits, constants, hardware)
+    tables = fit_tables(arguments, fits, constants)
     tables.append(_frontier_table(simulation, frontiers["helix"], base, title))
     tables.append(_served_table(served, arguments.gpus))
     tables.append(_ratio_table(headlines, simulation))
@@ -162,7 +179,7 @@ def _pareto(arguments: argparse.Namespace) -> Output:
         for name, frontier in frontiers.items()
         for i in range(len(frontier.users))
     ]
-    result = _named(shape, hardware, constants, context, fits) | {
+    result = named(shape, hardware, constants, context, fits) | {
         "layouts": len(simulation.layouts),
         "fit": int(simulation.fits.sum()),
         "headlines": headlines,
@@ -188,15 +205,16 @@ def _point(simulation: Simulation, frontier: Frontier, i: int) -> dict[str, Any]
     )
 
 
-def _served(simulation: Simulation, gpus: int) -> Rows:
-    """The most rows that ``gpus`` GPUs serve within each of `LATENCIES_MS`."""
-    rows = []
-    for latency in LATENCIES_MS:
-        row: dict[str, Any] = {"latency_ms": latency}
-        for name, chosen in (("helix", ("helix",)), ("baseline", BASELINES)):
-            row[name] = simulation.served(latency / 1e3, gpus, *chosen)
-        rows.append(row)
-    return rows
+def _served(simulation: Simulation) -> Rows:
+    """The most rows that all GPUs serve within each of `LATENCIES_MS`."""
+    return [
+        {
+            "latency_ms": latency,
+            "helix": int(simulation.served(latency / 1e3, "helix")),
+            "baseline": int(simulation.served(latency / 1e3, *BASELINES)),
+        }
+        for latency in LATENCIES_MS
+    ]
 
 
 def _frontier_table(simulation: Simulation, helix: Frontier, base: Frontier, title: str) -> Titled:
@@ -243,6 +261,7 @@ def _ratio_table(headlines: dict[str, float], simulation: Simulation) -> Titled:
     rows = {
         "fastest row, over the best baseline's": f"{headlines['interactivity']:.2f}x",
         "throughput of a GPU at equal speed of a row, at most": f"{headlines['throughput']:.2f}x",
+        "rows on all GPUs at equal time of a token, at most": f"{headlines['batch']:.2f}x",
         "speed of a row that HOP-B saves, at most": f"{headlines['overlap']:.1%}",
     }
     for name, value in rows.items():
@@ -291,20 +310,26 @@ def _hopb(arguments: argparse.Namespace) -> Output:
 
 def _measured(arguments: argparse.Namespace) -> Output:
     """Predictions of measured times, in the precision of the bench."""
-    hardware = _hardware(arguments)
-    fits, constants = _constants(arguments, hardware, MEASURED)
-    tables, rows = _fit_tables(fits, constants, hardware), []
+    hardware = load_hardware(arguments.hardware)
+    fits, constants = constants_of(arguments, MEASURED)
+    tables, rows = fit_tables(arguments, fits, constants), []
     for path in arguments.results:
         table = Table()
         for column in ("", "measured us", "predicted us", "error"):
             table.add_column(column, justify="right" if column else "left")
-        results = predictions(path, hardware, constants)
+        results = predictions(path, hardware, constants, fitted=path in arguments.calibrate)
         for prediction in results:
             times = f"{prediction.measured_us:,.1f}", f"{prediction.predicted_us:,.1f}"
             table.add_row(prediction.name, *times, f"{prediction.error:+.1%}")
         tables.append((f"{path}: predicted on {hardware.name}", table))
         rows += [
-            {"file": path} | dataclasses.asdict(prediction) | {"error": prediction.error}
+            {
+                "file": path,
+                "name": prediction.name,
+                "measured_us": prediction.measured_us,
+                "predicted_us": prediction.predicted_us,
+                "error": prediction.error,
+            }
             for prediction in results
         ]
     if not rows:
@@ -316,87 +341,3 @@ def _measured(arguments: argparse.Namespace) -> Output:
         "predictions": rows,
     }
     return rows, result, tables, None
-
-
-def _named(
-    shape: ModelShape,
-    hardware: Hardware,
-    constants: Constants,
-    context: float,
-    fits: Sequence[Fit],
-) -> dict[str, Any]:
-    """The inputs of a simulation, for the JSON result."""
-    return {
-        "model": dataclasses.asdict(shape),
-        "hardware": dataclasses.asdict(hardware),
-        "constants": dataclasses.asdict(constants),
-        "sources": Constants.sources(),
-        "context": context,
-        "fits": [dataclasses.asdict(fit) for fit in fits],
-    }
-
-
-def _hardware(arguments: argparse.Namespace) -> Hardware:
-    return load_hardware(arguments.hardware)
-
-
-def _context(arguments: argparse.Namespace) -> float:
-    text = arguments.context
-    factor = {"K": 1e3, "M": 1e6}.get(text[-1:].upper(), 1.0)
-    context = _number(text[:-1] if factor > 1 else text, f"--context {text!r}") * factor
-    if not 1 <= context < np.inf:
-        raise ValueError(f"--context {text!r} must be at least 1 position, as in 1000000 or 1M")
-    return context
-
-
-def _constants(
-    arguments: argparse.Namespace, hardware: Hardware, constants: Constants = CONSTANTS
-) -> tuple[Sequence[Fit], Constants]:
-    """The fits of ``--calibrate``, and ``constants`` by them, with what ``--set`` changes."""
-    fits = [fit for path in arguments.calibrate for fit in load_fits(path)]
-    changed = {}
-    for text in arguments.set:
-        name, values = _sweep(text)
-        if len(values) != 1:
-            raise ValueError(f"--set {text!r} must give one value; --sweep takes several")
-        changed[name] = values[0]
-    return fits, dataclasses.replace(calibrated(constants, hardware, fits), **changed)
-
-
-def _fit_tables(fits: Sequence[Fit], constants: Constants, hardware: Hardware) -> list[Titled]:
-    """Tables of the points of each fit, titled by the constants that it determines."""
-    tables = []
-    for fit in fits:
-        table = Table()
-        for column in (fit.kind, "measured us", "fitted us", "residual"):
-            table.add_column(column, justify="left" if column == fit.kind else "right")
-        for point in fit.points:
-            times = f"{point.measured_us:,.2f}", f"{point.fitted_us:,.2f}"
-            table.add_row(point.name, *times, f"{point.residual:+.1%}")
-        share, fixed, rate = FITTED[fit.kind]
-        spec = getattr(hardware, rate)
-        title = f"{fit.gbps:,.0f} GB/s, {share}={getattr(constants, share):.3g} of {spec:,.0f}"
-        if fit.fixed_us is not None:
-            title += f"; {fixed}={getattr(constants, fixed):.3g}"
-        if fit.tflops is not None:
-            title += f"; {fit.tflops:,.0f} TFLOP/s, "
-            title += f"attention_share={constants.attention_share:.3g}"
-        tables.append((title, table))
-    return tables
-
-
-def _sweep(text: str) -> tuple[str, Sequence[float]]:
-    """The constant and the values of ``NAME=VALUE,...``."""
-    name, _, values = text.partition("=")
-    if name not in Constants.sources():
-        raise ValueError(
-            f"constant {name!r} is unknown; choose one of {', '.join(Constants.sources())}"
-        )
-    return name, [_number(value, text) for value in values.split(",")]
-
-
-def _number(text: str, where: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{where}: {text!r} must be a number") from None

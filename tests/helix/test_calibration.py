@@ -11,6 +11,7 @@ from jspec.cli import main
 from jspec.helix.simulator import Constants, calibrated, load_fits, load_hardware
 
 H200 = load_hardware("h200")
+LATER = 1000.0  # microseconds that `reads` adds over several devices
 SIZES = (2048, 32768, 262144, 2**20, 2**24)
 
 
@@ -43,10 +44,10 @@ def messages(fixed: float, gbps: float, error: float = 0.0) -> dict:
 def reads(fixed: float, gbps: float, slots=(2**15, 2**18)) -> dict:
     rows = []
     for size in slots:
-        for kvp in (1, 2):  # what is shared has an exchange in it, and is left out
+        for kvp in (1, 2):  # what is shared has an exchange in it
             case = layer.DEFAULT | {"S": size, "kvp": kvp}
             moved = size * 4096 // kvp
-            time = 1e3 * fixed + moved / gbps + (kvp - 1) * 1e6
+            time = 1e3 * fixed + moved / gbps + (kvp - 1) * 1e3 * LATER
             row = {"operation": "attend", "case": case, "name": "helix", "bytes": moved}
             rows.append(row | {"step_ns": [time]})
     return {"suite": "helix", "rows": rows}
@@ -62,15 +63,40 @@ def test_times_by_the_law_give_its_constants(tmp_path):
     both = messages(7.5, 360.0)
     both["rows"] += reads(3.5, 4320.0)["rows"]
     fits = load_fits(written(tmp_path, both))
-    assert [fit.fixed_us for fit in fits] == pytest.approx([7.5, 3.5])
-    assert [fit.gbps for fit in fits] == pytest.approx([360, 4320])
-    assert [len(fit.points) for fit in fits] == [40, 2]
+    assert [fit.fixed_us for fit in fits] == pytest.approx([7.5, 3.5, LATER])
+    assert [fit.gbps for fit in fits] == [pytest.approx(360), pytest.approx(4320), None]
+    assert [len(fit.points) for fit in fits] == [40, 2, 2]
     assert all(abs(point.residual) < 1e-9 for fit in fits for point in fit.points)
     constants = calibrated(Constants(row_us=1.0), H200, fits)
     expected = Constants(
-        row_us=1.0, collective_us=7.5, link_share=360 / 450, attention_us=3.5, memory_share=0.9
+        row_us=1.0,
+        collective_us=7.5,
+        link_share=360 / 450,
+        attention_us=3.5,
+        memory_share=0.9,
+        exchange_us=LATER,
     )
     assert vars(constants) == pytest.approx(vars(expected))
+    # Without attention over several devices the exchange is as other collectives.
+    assert calibrated(Constants(), H200, fits[:1]).exchange_us == pytest.approx(7.5)
+
+
+def test_the_exchange_is_what_attention_over_devices_takes_longer(tmp_path):
+    result = reads(3.5, 4320.0)
+    shared = result["rows"][1::2]
+    for row, us in zip(shared, (9.0, 21.0), strict=True):
+        row["step_ns"] = [row["step_ns"][0] + 1e3 * (us - LATER)]
+    for how in ("tpa=2", "kvp=2,strategy=medha", "kvp=2,exchange=cuda", "kvp=2,T=2"):
+        result["rows"].append(shared[0] | {"case": LAYER.case(how), "step_ns": [1e9]})
+    alone, exchange = load_fits(written(tmp_path, result))
+    assert (alone.fixed_us, alone.gbps) == pytest.approx((3.5, 4320))
+    assert (exchange.kind, exchange.gbps, len(exchange.points)) == ("exchange", None, 2)
+    # The least squared relative error, by search.
+    times = np.array([row["step_ns"][0] / 1e3 for row in shared])
+    grid = np.linspace(0, 30, 30001)[:, None]
+    errors = (times - [9.0, 21.0] + grid) / times - 1
+    best = grid[(errors**2).sum(axis=1).argmin(), 0]
+    assert exchange.fixed_us == pytest.approx(best, abs=1e-3)
 
 
 def test_noise_is_averaged_and_told(tmp_path):
@@ -84,7 +110,7 @@ def test_noise_is_averaged_and_told(tmp_path):
 
 
 def test_one_size_gives_a_rate_alone(tmp_path):
-    (fit,) = load_fits(written(tmp_path, reads(0.0, 4000.0, slots=(2**18,))))
+    fit, _ = load_fits(written(tmp_path, reads(0.0, 4000.0, slots=(2**18,))))
     assert (fit.fixed_us, fit.gbps) == (None, pytest.approx(4000))
     assert calibrated(Constants(attention_us=9), H200, [fit]).attention_us == 9
 
@@ -92,19 +118,19 @@ def test_one_size_gives_a_rate_alone(tmp_path):
 def test_latents_give_the_rate_of_their_arithmetic(tmp_path, capsys):
     result = reads(3.5, 4320.0)
     for kvp in (1, 2):
-        case = LAYER.case(f"B=2,S=32K,{layer.LATENT},kvp={kvp}")
+        case = LAYER.case(f"B=2,S=32K,{layer.LATENT},kvp={kvp},up=before")
         operations = 2 * 2 * 2**15 * 128 * (576 + 512) / kvp
         row = {"operation": "attend", "case": case, "name": "helix"}
         result["rows"].append(row | {"step_ns": [operations / 5e5]})
     path = written(tmp_path, result)
-    (fit,) = load_fits(path)
+    fit, _ = load_fits(path)
     assert fit.tflops == pytest.approx(500)
     assert len(fit.points) == 3
     assert fit.points[-1].residual == pytest.approx(0)
     constants = calibrated(Constants(arithmetic_share=0.8), H200, [fit])
     assert constants.attention_share == pytest.approx(500 / (0.8 * H200.tflops))
     assert main(["simulate", "measured", path, "--hardware", "h200", "--calibrate", path]) == 0
-    assert "500 TFLOP/s, attention_share=" in " ".join(capsys.readouterr().out.split())
+    assert "500 TFLOP/s: attention_share=" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +187,7 @@ def test_the_command_shows_and_uses_what_it_fitted(tmp_path, capsys):
     command += [part for path in paths for part in ("--calibrate", path)]
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert "4,320 GB/s, memory_share=0.9 of 4,800; attention_us=3.5" in shown
+    assert "4,320 GB/s: memory_share=0.9 of 4,800, attention_us=3.5" in shown
     assert "all_gather, P=4, 2,048 bytes" in shown
     assert main([*command, "--set", "kernel_us=1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)

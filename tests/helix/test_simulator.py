@@ -2,7 +2,6 @@
 
 import csv
 import json
-import time
 
 import numpy as np
 import pytest
@@ -19,10 +18,9 @@ from jspec.helix.simulator import (
     pipelined,
     simulate,
     step_times,
-    swept,
     weight_read_us,
 )
-from jspec.helix.simulator.configurations import FINE_BATCHES, STRATEGIES
+from jspec.helix.simulator.configurations import STRATEGIES
 from jspec.helix.simulator.shapes import shape_of_config
 
 GB200 = load_hardware("gb200")
@@ -48,9 +46,9 @@ CONFIG = {
 }
 
 
-def one(batch=1, *, strategy="helix", overlap=0, kvp=1, tpa=1, dp=1, tpf=1, ep=1, pp=1):
-    values = (STRATEGIES.index(strategy), kvp, tpa, dp, tpf, ep, pp, batch, overlap)
-    return Configurations(*(np.array([value]) for value in values))
+def one(batch=1):
+    """A model on one GPU."""
+    return Configurations.single("helix", batch)
 
 
 def test_appendix_a():
@@ -128,20 +126,6 @@ def test_a_cache_is_not_copied_by_helix_and_is_by_tp():
     np.testing.assert_allclose(cache[result.of("tp")], (least * copies)[result.of("tp")])
 
 
-def test_headlines_of_the_paper():
-    """Figures 5 to 7, each within 15 %, but for what HOP-B saves Llama-405B."""
-    llama = simulate(load_shape("llama-405b"), GB200).headlines()
-    deepseek = simulate(load_shape("deepseek-r1"), GB200).headlines()
-    assert llama["interactivity"] == pytest.approx(1.13, rel=0.15)
-    assert llama["throughput"] == pytest.approx(4, rel=0.15)
-    assert deepseek["interactivity"] == pytest.approx(1.5, rel=0.15)
-    assert deepseek["throughput"] == pytest.approx(32, rel=0.15)
-    assert deepseek["overlap"] == pytest.approx(0.01, abs=0.005)
-    # The time of a row's exchange decides it: the paper's 12 % lies between these two.
-    saved = [x["overlap"] for x in swept(load_shape("llama-405b"), GB200, "row_us", [0.4, 1.2])]
-    assert saved[0] < 0.12 < saved[1]
-
-
 @pytest.mark.parametrize("gpus", [64, 6])
 @pytest.mark.parametrize("latency", [0.02, 0.05])
 def test_the_rows_that_are_served_are_those_of_whole_copies_of_a_layout(latency, gpus):
@@ -155,8 +139,7 @@ def test_the_rows_that_are_served_are_those_of_whole_copies_of_a_layout(latency,
         if simulation.times.total[i] <= latency:
             copies = gpus // (one["kvp"] * one["tpa"] * one["dp"] * one["pp"])
             best = max(best, one["batch"] * one["pp"] * copies)
-    assert simulation.served(latency, gpus, "helix") == best
-    assert simulation.served(1e-6, gpus, "helix") == 0
+    assert simulation.served([latency, 1e-6], "helix").tolist() == [best, 0]
 
 
 def test_a_frontier_is_what_nothing_beats():
@@ -176,14 +159,6 @@ def test_a_frontier_is_what_nothing_beats():
         assert frontier.throughput(rate) == expected
     for rate in (0.1, frontier.gpus[0], frontier.gpus[-1], frontier.gpus[-1] * 1.01):
         assert frontier.interactivity(rate) == max(users[gpus >= rate], default=0)
-
-
-def test_a_hundred_thousand_layouts_in_seconds():
-    start, count = time.perf_counter(), 0
-    for name in ("llama-405b", "deepseek-r1", "qwen3-8b"):
-        count += len(simulate(load_shape(name), GB200, batches=FINE_BATCHES).layouts)
-    assert count > 100_000
-    assert time.perf_counter() - start < 10
 
 
 def test_layouts_use_each_gpu_and_split_rows_evenly():

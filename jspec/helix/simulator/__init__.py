@@ -6,9 +6,10 @@ reads, computes and sends under each layout, by rates of the hardware and named 
 
 from jspec.helix.simulator.calibration import Fit, Point, calibrated, load_fits
 from jspec.helix.simulator.configurations import Configurations, configurations
-from jspec.helix.simulator.cost import Constants, StepTimes, pipelined, step_times
+from jspec.helix.simulator.constants import Constants
+from jspec.helix.simulator.cost import StepTimes, pipelined, step_times
 from jspec.helix.simulator.frontier import Frontier, Simulation, simulate, swept
-from jspec.helix.simulator.measured import Prediction, predictions
+from jspec.helix.simulator.measured import Prediction, predicted_us, predictions
 from jspec.helix.simulator.roofline import kv_read_us, weight_read_us
 from jspec.helix.simulator.shapes import Hardware, ModelShape, load_hardware, load_shape
 
@@ -30,6 +31,7 @@ __all__ = [
     "load_hardware",
     "load_shape",
     "pipelined",
+    "predicted_us",
     "predictions",
     "simulate",
     "step_times",

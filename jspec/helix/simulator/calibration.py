@@ -1,7 +1,9 @@
 """Constants of the simulator from measurements: results that ``python -m bench`` wrote as JSON.
 
 Times are fitted as a fixed part and bytes over a rate, by least squares of the relative errors, so
-that a message of 2 KiB counts as much as one of 16 MiB.
+that a message of 2 KiB counts as much as one of 16 MiB. The fixed time of the exchange is what
+attention over several devices takes longer than the fit of attention on one says: inside a layer
+an all-to-all takes less than in a loop of its own.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jspec.helix.simulator.cost import Constants
+from jspec.helix.simulator.constants import Constants
 from jspec.helix.simulator.shapes import Hardware
 from jspec.models.files import read_json
 
@@ -52,17 +54,17 @@ class Fit:
     """The fit of a fixed time and a rate to times of the bench.
 
     Attributes:
-        kind: ``"messages"`` or ``"attention"``, a key of `FITTED`.
+        kind: ``"messages"``, ``"attention"`` or ``"exchange"``, a key of `FITTED`.
         fixed_us: microseconds that do not depend on bytes; None where all points have the same
             bytes, so that only the rate is fitted.
-        gbps: gigabytes a second.
+        gbps: gigabytes a second; None where only the fixed time is fitted.
         points: the measurements.
         tflops: rate of attention to latents; None where none was measured.
     """
 
     kind: str
     fixed_us: float | None
-    gbps: float
+    gbps: float | None
     points: tuple[Point, ...]
     tflops: float | None = None
 
@@ -78,14 +80,14 @@ def load_fits(path: str | Path) -> tuple[Fit, ...]:
         rows = [row for row in result["rows"] if row.get("step_ns")]
         by_kind = {
             kind: [_measured(point) for point in map(of, rows) if point is not None]
-            for kind, of in (*READERS.items(), ("latents", _latent))
+            for kind, of in READERS.items()
         }
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path} has no times of messages or attention: {type(error).__name__}: "
             f"{error!s:.200}; write them with python -m bench helix --json FILE"
         ) from None
-    latents = by_kind.pop("latents")
+    latents, exchanges = by_kind.pop("latents"), by_kind.pop("exchange")
     kinds = [kind for kind, times in by_kind.items() if times]
     if not kinds:
         raise ValueError(
@@ -96,19 +98,26 @@ def load_fits(path: str | Path) -> tuple[Fit, ...]:
         fits = {kind: _fitted(kind, by_kind[kind]) for kind in kinds}
         if "attention" in fits:
             fits["attention"] = _with_latents(fits["attention"], latents)
+            if exchanges:
+                fits["exchange"] = _exchange_fit(fits["attention"], exchanges)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return tuple(fits.values())
 
 
 def calibrated(constants: Constants, hardware: Hardware, fits: Iterable[Fit]) -> Constants:
-    """Replace the constants that ``fits`` determine; rates become shares of ``hardware``'s."""
+    """Replace the constants that ``fits`` determine.
+
+    ``hardware``: what was measured; rates become shares of its rates.
+    """
     changed: dict[str, float] = {}
-    for fit in fits:
-        share, fixed, rate = FITTED[fit.kind]
-        changed[share] = fit.gbps / getattr(hardware, rate)
+    # The exchange is a collective like others unless its own time was measured.
+    for fit in sorted(fits, key=lambda fit: fit.kind == "exchange"):
+        fitted = FITTED[fit.kind]
+        if fit.gbps is not None:
+            changed[fitted.share] = fit.gbps / getattr(hardware, fitted.rate)
         if fit.fixed_us is not None:
-            changed[fixed] = fit.fixed_us
+            changed |= dict.fromkeys(fitted.fixed, fit.fixed_us)
         if fit.tflops is not None:
             rate = hardware.tflops * constants.arithmetic_share
             changed["attention_share"] = fit.tflops / rate
@@ -137,6 +146,27 @@ def _read(row: dict[str, Any]) -> Measurement | None:
     return name, float(row["bytes"]), row["step_ns"]
 
 
+def _exchange(row: dict[str, Any]) -> Measurement | None:
+    case = row["case"]
+    whole = case.get("part", "layer") == "layer" and case.get("overlap") == 1
+    plain = case.get("T") == 1 and not case.get("latent") and uses_defaults(case)
+    if not (whole and plain and case.get("strategy") == "helix" and case["kvp"] > 1):
+        return None
+    name = f"attention, B={case['B']}, S={case['S']}, {case['heads']} heads, kvp={case['kvp']}"
+    return name, float(row["bytes"]), row["step_ns"]
+
+
+def uses_defaults(case: dict[str, Any]) -> bool:
+    """Whether a case is of NCCL's messages and the measured order of backends."""
+    backends = (case.get(name, "default") for name in ("kernel", "backends"))
+    return case.get("exchange") == "xla" and all(name == "default" for name in backends)
+
+
+def is_fitted(row: dict[str, Any]) -> bool:
+    """Whether `load_fits` fits a constant to a row of attention."""
+    return any(of(row) is not None for of in (_read, _exchange, _latent))
+
+
 def _is_alone(case: dict[str, Any]) -> bool:
     return all(case.get(key) == value for key, value in ALONE.items())
 
@@ -152,15 +182,33 @@ def _latent(row: dict[str, Any]) -> Measurement | None:
     return name, 2.0 * case["B"] * case["S"] * heads * channels, row["step_ns"]
 
 
-# For each kind of times: the function that reads a row (`READERS`); and the share and the fixed
-# time that the fit determines, with the rate of `Hardware` that the share is of (`FITTED`).
+# For each kind of times, the function that reads a row.
 READERS: dict[str, Callable[[dict[str, Any]], Measurement | None]] = {
     "messages": _collective,
     "attention": _read,
+    "exchange": _exchange,
+    "latents": _latent,
 }
+
+
+class Fitted(NamedTuple):
+    """The constants that a kind of `Fit` determines.
+
+    Attributes:
+        fixed: fields of `Constants` that are its fixed time.
+        share: field of `Constants` that is its rate, as a share of ``rate``; empty without one.
+        rate: field of `Hardware`.
+    """
+
+    fixed: tuple[str, ...]
+    share: str = ""
+    rate: str = ""
+
+
 FITTED = {
-    "messages": ("link_share", "collective_us", "link_gbps"),
-    "attention": ("memory_share", "attention_us", "memory_gbps"),
+    "messages": Fitted(("collective_us", "exchange_us"), "link_share", "link_gbps"),
+    "attention": Fitted(("attention_us",), "memory_share", "memory_gbps"),
+    "exchange": Fitted(("exchange_us",)),
 }
 
 
@@ -194,6 +242,18 @@ def _fitted(kind: str, measured: Sequence[tuple[str, float, float]]) -> Fit:
     return Fit(kind, float(fixed[0]) if fixed else None, float(1e-3 / slope), tuple(points))
 
 
+def _exchange_fit(attention: Fit, measured: Sequence[tuple[str, float, float]]) -> Fit:
+    """The fixed time of the exchange: what ``measured`` layers take longer than ``attention``."""
+    assert attention.gbps is not None
+    names, sizes, times = zip(*measured, strict=True)
+    sizes, times = np.array(sizes), np.array(times)
+    alone = (attention.fixed_us or 0.0) + sizes / attention.gbps / 1e3
+    weights = times**-2.0  # of squared relative errors
+    fixed = max(float((weights * (times - alone)).sum() / weights.sum()), 0.0)
+    points = map(Point, names, sizes.tolist(), times.tolist(), (alone + fixed).tolist())
+    return Fit("exchange", fixed, None, tuple(points))
+
+
 def _with_latents(fit: Fit, measured: Sequence[tuple[str, float, float]]) -> Fit:
     """The fit with the rate of ``measured`` operations, and their points."""
     if not measured:
@@ -204,4 +264,4 @@ def _with_latents(fit: Fit, measured: Sequence[tuple[str, float, float]]) -> Fit
     return dataclasses.replace(fit, points=fit.points + points, tflops=rate / 1e6)
 
 
-__all__ = ["Fit", "Point", "calibrated", "load_fits"]
+__all__ = ["Fit", "Point", "calibrated", "is_fitted", "load_fits", "uses_defaults"]

@@ -53,6 +53,14 @@ class Configurations:
         """Rows in all stages."""
         return self.batch * self.pp
 
+    @classmethod
+    def single(cls, strategy: str, batch: int, **fields: int) -> Configurations:
+        """One layout; ``fields``: those that are not 1, or not 0 for ``overlap``."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        values = dict.fromkeys(names, 1) | {"overlap": 0} | fields
+        values |= {"strategy": STRATEGIES.index(strategy), "batch": batch}
+        return cls(**{name: np.array([values[name]]) for name in names})
+
     def __len__(self) -> int:
         return len(self.batch)
 
@@ -106,7 +114,7 @@ def _layouts(shape: ModelShape, gpus: int) -> Iterator[tuple[int, ...]]:
     """Strategy, kvp, tpa, dp, tpf, ep, pp and overlap of each layout."""
     tp, ep, medha, helix = range(len(STRATEGIES))
     for stage in _powers(gpus):
-        for pp in _powers(min(gpus // stage, shape.layers)):
+        for pp in range(1, min(gpus // stage, shape.layers) + 1):
             if not shape.experts:
                 yield tp, 1, stage, 1, stage, 1, pp, 0
                 for tpa in _powers(stage // 2):

@@ -14,72 +14,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jspec.helix.simulator.configurations import Configurations
+from jspec.helix.simulator.constants import CONSTANTS, Constants
 from jspec.helix.simulator.shapes import Hardware, ModelShape
 
 Floats = NDArray[np.float64]
 # Of a layer in addition to attention, one after another: two norms, q k v, rotation and write,
 # output, and the two matmuls of the feed-forward.
 KERNELS = 7
-
-
-def _constant(value: float, source: str) -> float:
-    return dataclasses.field(default=value, metadata={"source": source})
-
-
-MAX_CONSTANT = 1e9  # of any unit; larger ones overflow
-
-
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """The constants of the cost model that the paper does not state.
-
-    `Constants.sources` gives the source of each. Fields that end in ``_us`` are microseconds;
-    fields that end in ``_share`` are fractions of a peak rate, above 0.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
-
-    bytes_per_value: float = _constant(0.5, "the paper: weights and cache in FP4")
-    bytes_per_activation: float = _constant(0.5, "the paper: arithmetic in FP4; 2 is bfloat16")
-    collective_us: float = _constant(
-        6.5, "fixed time of a collective; NCCL's all-to-all of 2 KiB on 2 and 4 H100s"
-    )
-    row_us: float = _constant(
-        0.0, "fixed time of each row in the exchange of KVP; figure 3: 1.2, if its unit is 1 us"
-    )
-    kernel_us: float = _constant(
-        2.0, "fixed time of each of a layer's kernels; a kernel that reads little takes 2 on H200"
-    )
-    attention_us: float = _constant(
-        2.0, "fixed time of a layer's attention; as that of another kernel, until it is fitted"
-    )
-    memory_share: float = _constant(1.0, "of the memory's rate that is reached; appendix A: 1")
-    arithmetic_share: float = _constant(1.0, "of the arithmetic's rate that is reached; assumed")
-    attention_share: float = _constant(
-        1.0, "of the rate of the other arithmetic that attention reaches; assumed"
-    )
-    link_share: float = _constant(1.0, "of the links' rate that is reached; assumed")
-    memory_kept: float = _constant(0.0, "share of the memory that holds neither; assumed")
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            divides = field.name.endswith("_share") or field.name.startswith("bytes")
-            if not (value > 0 if divides else value >= 0):
-                raise ValueError(
-                    f"{field.name}={value} must be {'above' if divides else 'at least'} 0"
-                )
-            if value > MAX_CONSTANT:
-                raise ValueError(f"{field.name}={value} must be at most {MAX_CONSTANT:g}")
-
-    @classmethod
-    def sources(cls) -> dict[str, str]:
-        """The source of each constant, by name."""
-        return {field.name: field.metadata["source"] for field in dataclasses.fields(cls)}
-
-
-CONSTANTS = Constants()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +80,7 @@ def step_times(
     layouts: Configurations,
     context: float,
     constants: Constants = CONSTANTS,
+    tokens: int = 1,
 ) -> StepTimes:
     """Estimate a decoding step for each layout.
 
@@ -148,11 +90,12 @@ def step_times(
         layouts: the n layouts.
         context: positions of a row.
         constants: constants of the cost model.
+        tokens: tokens of a row in a pass; more than one verify drafts.
 
     Returns:
         Times and memory, each ``[n]``.
     """
-    return _Step(shape, hardware, layouts, context, constants).times()
+    return _Step(shape, hardware, layouts, context, constants, tokens).times()
 
 
 def attention_seconds(
@@ -161,6 +104,7 @@ def attention_seconds(
     layouts: Configurations,
     context: float,
     constants: Constants = CONSTANTS,
+    tokens: int = 1,
 ) -> Floats:
     """Estimate the attention of one layer: its kernel and the exposed part of its exchange.
 
@@ -170,11 +114,12 @@ def attention_seconds(
         layouts: the n layouts.
         context: positions of a row.
         constants: constants of the cost model.
+        tokens: tokens of a row in a pass; more than one verify drafts.
 
     Returns:
         Seconds, float64 ``[n]``.
     """
-    attention, _ = _Step(shape, hardware, layouts, context, constants).attention()
+    attention, _ = _Step(shape, hardware, layouts, context, constants, tokens).attention()
     return attention + constants.attention_us * 1e-6
 
 
@@ -202,12 +147,15 @@ class _Step:
         layouts: Configurations,
         context: float,
         constants: Constants,
+        tokens: int,
     ) -> None:
         self.shape, self.constants, self.context = shape, constants, context
         self.layouts, self.hardware = layouts, hardware
         self.is_helix, self.is_ep = layouts.of("helix"), layouts.of("ep")
         self.is_medha = layouts.of("medha")
         self.rows = layouts.batch / layouts.dp
+        # In a pass: tokens of the rows of a GPU in attention, and of all rows of a stage.
+        self.tokens, self.stage_tokens = self.rows * tokens, layouts.batch * tokens
         self.heads = np.ceil(shape.query_heads / layouts.tpa)
         # The output projection is split over all GPUs where the exchange leaves it so.
         self.out_ranks = np.where(self.is_helix, layouts.stage, layouts.tpa)
@@ -215,14 +163,14 @@ class _Step:
     def times(self) -> StepTimes:
         shape, layouts = self.shape, self.layouts
         queries, out = self.projection_sizes()
-        projections = self.matmul(queries, self.rows) + self.matmul(out, self.rows)
+        projections = self.matmul(queries, self.tokens) + self.matmul(out, self.tokens)
         fixed = (KERNELS * self.constants.kernel_us + self.constants.attention_us) * 1e-6
         attention, hidden = self.attention()
-        reduced = self.all_reduce(self.out_ranks, self.rows * shape.hidden)
+        reduced = self.all_reduce(self.out_ranks, self.tokens * shape.hidden)
         feed_forward, messages, feed_forward_weights = self.feed_forward()
         layers = shape.layers
-        head = self.matmul(shape.hidden * shape.vocabulary / layouts.stage, layouts.batch)
-        hops = (layouts.pp - 1) * self.message(layouts.batch * shape.hidden)
+        head = self.matmul(shape.hidden * shape.vocabulary / layouts.stage, self.stage_tokens)
+        hops = (layouts.pp - 1) * self.message(self.stage_tokens * shape.hidden)
         weights = (queries + out) * layers + feed_forward_weights
         weights = (
             weights * self.stages_share() + 2 * shape.hidden * shape.vocabulary / layouts.stage
@@ -275,17 +223,17 @@ class _Step:
         """Seconds of attention with the exposed exchange, and of the hidden exchange."""
         shape, layouts = self.shape, self.layouts
         channels = 2 * shape.latent + shape.rope if shape.latent else 2 * shape.head_size
-        operations = 2 * self.rows * self.heads * self.context / layouts.kvp * channels
+        operations = 2 * self.tokens * self.heads * self.context / layouts.kvp * channels
         arithmetic = self.arithmetic(operations) / self.constants.attention_share
         compute = np.maximum(self.read(self.cached()), arithmetic)
         value = shape.value_size if shape.latent else shape.head_size
         # A float32 log-sum-exp goes with each head's output.
-        payload = self.rows * self.heads * (value * self.constants.bytes_per_activation + 4)
+        payload = self.tokens * self.heads * (value * self.constants.bytes_per_activation + 4)
         share = np.where(self.is_medha, layouts.kvp - 1, (layouts.kvp - 1) / layouts.kvp)
         sent = self.link(payload * share)
         sent = sent + np.where(layouts.kvp > 1, self.rows * self.constants.row_us * 1e-6, 0)
-        fixed = np.where(layouts.kvp > 1, self.constants.collective_us * 1e-6, 0)
-        back = self.message(self.rows * shape.hidden)  # Medha's next layer starts on all GPUs.
+        fixed = np.where(layouts.kvp > 1, self.constants.exchange_us * 1e-6, 0)
+        back = self.message(self.tokens * shape.hidden)  # Medha's next layer starts on all GPUs.
         back = np.where(self.is_medha & (layouts.kvp > 1), back, 0)
         sequential = span = compute + sent + fixed + back
         chunks = 2
@@ -302,14 +250,14 @@ class _Step:
         width = np.where(
             self.is_medha, layouts.tpf, np.where(self.is_ep, layouts.tpa, layouts.stage)
         )
-        rows = np.where(self.is_ep, self.rows, layouts.batch)
+        tokens = np.where(self.is_ep, self.tokens, self.stage_tokens)
         dense = 3 * shape.hidden * shape.ffn / width
-        time = self.matmul(dense, rows)
-        messages = self.all_reduce(width, rows * shape.hidden)
+        time = self.matmul(dense, tokens)
+        messages = self.all_reduce(width, tokens * shape.hidden)
         if not shape.experts:
             layers = shape.layers
             return FeedForwardCost(time * layers, messages * layers, dense * layers)
-        experts = self.experts(rows)
+        experts = self.experts(tokens)
         count, others = shape.dense_layers, shape.layers - shape.dense_layers
         return FeedForwardCost(
             time * count + experts.seconds * others,
@@ -317,30 +265,32 @@ class _Step:
             dense * count + experts.weights * others,
         )
 
-    def experts(self, rows: Floats) -> FeedForwardCost:
+    def experts(self, shared_tokens: Floats) -> FeedForwardCost:
         """The cost of one layer of experts, which tokens choose uniformly.
 
-        ``rows``: those that the shared experts of a GPU compute.
+        ``shared_tokens``: those that the shared experts of a GPU compute.
         """
         shape, layouts = self.shape, self.layouts
         size = 3 * shape.hidden * shape.expert_ffn
         expert_count = shape.experts / layouts.ep
-        chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** layouts.batch
-        tokens = layouts.batch * shape.experts_per_token / layouts.ep
+        chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** self.stage_tokens
+        tokens = self.stage_tokens * shape.experts_per_token / layouts.ep
         time = np.maximum(
             self.read(expert_count * chosen * size / layouts.tpf * self.constants.bytes_per_value),
             self.arithmetic(2 * tokens * size / layouts.tpf),
         )
         shared = shape.shared_experts * size / np.where(self.is_ep, layouts.tpa, layouts.stage)
-        time = time + self.matmul(shared, rows)
-        hidden = layouts.batch * shape.hidden
+        time = time + self.matmul(shared, shared_tokens)
+        hidden = self.stage_tokens * shape.hidden
         # Helix: an all-reduce inside each group, then an all-gather of the groups' sums or, where
         # that is less, of the outputs of the experts that a token chose.
         parts = np.minimum(layouts.ep, shape.experts_per_token)
         helix = self.all_reduce(layouts.tpf, hidden * parts / layouts.ep)
         helix = helix + self.gather(layouts.ep, hidden * parts)
         # Expert parallelism: GPUs with different rows send each token to its experts and back.
-        by_token = 2 * self.gather(layouts.stage, rows * shape.experts_per_token * shape.hidden)
+        by_token = 2 * self.gather(
+            layouts.stage, shared_tokens * shape.experts_per_token * shape.hidden
+        )
         by_token = by_token + self.all_reduce(layouts.tpf, hidden * parts / layouts.ep)
         return FeedForwardCost(
             time,
@@ -348,12 +298,12 @@ class _Step:
             expert_count * size / layouts.tpf + shared,
         )
 
-    def matmul(self, weights: ArrayLike, rows: ArrayLike) -> Floats:
-        """Seconds of a matmul of ``rows`` with so many ``weights``."""
+    def matmul(self, weights: ArrayLike, tokens: ArrayLike) -> Floats:
+        """Seconds of a matmul of ``tokens`` vectors with so many ``weights``."""
         weights = np.asarray(weights, float)
         return np.maximum(
             self.read(weights * self.constants.bytes_per_value),
-            self.arithmetic(2 * weights * rows),
+            self.arithmetic(2 * weights * tokens),
         )
 
     def read(self, size: ArrayLike) -> Floats:
@@ -388,8 +338,6 @@ class _Step:
 
 
 __all__ = [
-    "CONSTANTS",
-    "Constants",
     "StepTimes",
     "attention_seconds",
     "pipelined",

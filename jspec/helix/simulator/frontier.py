@@ -15,7 +15,8 @@ from jspec.helix.simulator.configurations import (
     Configurations,
     configurations,
 )
-from jspec.helix.simulator.cost import CONSTANTS, Constants, Floats, StepTimes, step_times
+from jspec.helix.simulator.constants import CONSTANTS, Constants
+from jspec.helix.simulator.cost import Floats, StepTimes, step_times
 from jspec.helix.simulator.shapes import Hardware, ModelShape
 
 
@@ -52,11 +53,13 @@ class Simulation:
         layouts: the n layouts.
         times: times and memory of a step of each.
         fits: whether each fits the memory of a GPU, bool ``[n]``.
+        total_gpus: GPUs of the machine, which copies of a layout share.
     """
 
     layouts: Configurations
     times: StepTimes
     fits: NDArray[np.bool_]
+    total_gpus: int
 
     @property
     def users(self) -> Floats:
@@ -68,14 +71,17 @@ class Simulation:
         """Tokens a second of a GPU."""
         return self.layouts.users / self.times.total / self.layouts.gpus
 
-    def served(self, latency: float, gpus: int, *strategies: str) -> int:
-        """The most rows that ``gpus`` GPUs serve by copies of one layout of ``strategies``.
+    def served(self, latency: ArrayLike, *strategies: str) -> NDArray[np.int64]:
+        """The most rows that all GPUs serve by copies of one layout of ``strategies``.
 
-        ``latency``: limit on the seconds of a token; 0 rows where no layout meets it.
+        ``latency``: limits on the seconds of a token; 0 rows where no layout meets one.
         """
-        fast = self.fits & self.layouts.of(*strategies) & (self.times.total <= latency)
-        rows = self.layouts.users * (gpus // self.layouts.gpus)
-        return int(rows[fast].max(initial=0))
+        (indices,) = np.nonzero(self.fits & self.layouts.of(*strategies))
+        order = indices[np.argsort(self.times.total[indices])]
+        copies = self.total_gpus // self.layouts.gpus[order]
+        rows = np.maximum.accumulate(self.layouts.users[order] * copies)
+        count = np.searchsorted(self.times.total[order], latency, side="right")
+        return np.concatenate([[0], rows])[count]
 
     def frontier(self, *strategies: str, overlap: bool | None = None) -> Frontier:
         """The frontier of the layouts of ``strategies``; ``overlap`` restricts them to HOP-B's."""
@@ -94,8 +100,9 @@ class Simulation:
         """The ratios of figures 5 to 7, Helix to the best baseline.
 
         ``interactivity``: of the most tokens a second that a row can get. ``throughput``: the most
-        that tokens a second of a GPU grow at one interactivity. ``overlap``: the largest share of a
-        row's tokens a second that is lost without HOP-B, in a layout that is on its frontier.
+        that tokens a second of a GPU grow at one interactivity. ``batch``: the most that the rows
+        on all GPUs grow within one time of a token. ``overlap``: the largest share of a row's
+        tokens a second that is lost without HOP-B, in a layout that is on its frontier.
         """
         base, helix = self.frontier(*BASELINES), self.frontier("helix", overlap=True)
         if not len(base.users) or not len(helix.users):
@@ -103,9 +110,13 @@ class Simulation:
         # A baseline's layout serves all rows that ask for more than the next one's gets.
         slowest = np.nextafter(np.append(base.users[1:], 0), np.inf)
         hidden = self.times.hidden[helix.indices]
+        times = np.unique(self.times.total[self.fits])
+        rows, base_rows = self.served(times, "helix"), self.served(times, *BASELINES)
+        both = base_rows > 0
         return {
             "interactivity": float(helix.users[0] / base.users[0]),
             "throughput": float((helix.throughput(slowest) / base.gpus).max()),
+            "batch": float((rows[both] / base_rows[both]).max()),
             "overlap": float((hidden / (self.times.total[helix.indices] + hidden)).max()),
         }
 
@@ -125,7 +136,7 @@ def simulate(
         shape: sizes of the model.
         hardware: rates of the machine.
         context: positions of a row.
-        gpus: the most GPUs of a layout.
+        gpus: GPUs of the machine, and the most of a layout.
         batches: numbers of rows to try.
         constants: constants of the cost model.
 
@@ -142,7 +153,7 @@ def simulate(
     layouts = configurations(shape, gpus, batches)
     times = step_times(shape, hardware, layouts, context, constants)
     room = hardware.memory_gb * (1 - constants.memory_kept)
-    return Simulation(layouts, times, times.memory_gb <= room)
+    return Simulation(layouts, times, times.memory_gb <= room, gpus)
 
 
 def swept(
