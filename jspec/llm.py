@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -18,13 +19,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import agreed_params, check_requests
-from jspec.decode.draft import Drafter, NgramDraft, NoDraft
+from jspec.decode.draft import NgramDraft, NoDraft
+from jspec.decode.engine import OnUpdate, check_on_update
 from jspec.decode.engine_pool import EnginePool
 from jspec.decode.options import DecodeOptions, ResolvedOptions, check_names
 from jspec.decode.request import Request
 from jspec.decode.rows import power_of_two
 from jspec.decode.score import score_top_tokens
 from jspec.decode.settings import check_draft, check_target
+from jspec.decode.state import Models
+from jspec.decode.weights import matched_arrays
 from jspec.dispatch import Backends
 from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
@@ -33,7 +37,7 @@ from jspec.models.checkpoint import load_model
 from jspec.models.prompts import Prompt, encode_prompt, encode_prompts
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
-from jspec.policies import Dense, Policy
+from jspec.policies import Dense
 from jspec.policies.hata import with_hashes
 from jspec.typing import Model
 
@@ -115,22 +119,52 @@ class LLM:
         self.chat_template = chat_template
         self._batch = batch
         policy_params = options.get("policy_params")
+        self._params_of: Callable[[Model], Any] | None = None
         if policy_params is None:
-            policy_params = self._arrays(draft, target, path)
+            policy = draft.cache_policy if isinstance(target, Dense) else target
+            # The model's directory may have trained hashes.
+            policy = policy if path is None else with_hashes(policy, path)
+            self._params_of = functools.partial(prepared, policy, tokenizer=tokenizer)
+            policy_params = self._params_of(model)
         options = {**options, "draft": draft, "policy_params": policy_params}
         # What a drafter makes of the model is made once.
-        self._models = ResolvedOptions.of(model, options).models
+        self._resolved = ResolvedOptions.of(model, options)
         self._options: DecodeOptions = {**options, "draft_model": self._models.draft}
         self._engines = EnginePool(model, self._options)
 
-    def _arrays(self, draft: Drafter, target: Policy, path: Path | None) -> Any:
-        """The arrays of the policy in use, computed from a text that ships with jspec.
+    @property
+    def _models(self) -> Models:
+        return self._resolved.models
 
-        ``path``: the model's directory, which may have trained hashes.
+    def update(self, weights: Any, *, on_update: OnUpdate = "keep", donate: bool = False) -> None:
+        """Replace the weights of the model, as `Engine.update` does; nothing compiles.
+
+        ``model`` is another object afterwards. What drafter and policy make of the model is made
+        again, also by a text.
+
+        Args:
+            weights: a pytree of the model's own structure, an `nnx.State`, or a model.
+            on_update: what becomes of answers that are being streamed, or decoded by other threads:
+                ``"keep"``, ``"recompute"`` or ``"abort"``.
+            donate: whether arrays of ``weights`` that must be copied are freed one by one.
+
+        Raises:
+            ValueError: ``weights`` do not fit the model.
         """
-        policy = draft.cache_policy if isinstance(target, Dense) else target
-        policy = policy if path is None else with_hashes(policy, path)
-        return prepared(policy, self.model, self.tokenizer)
+        check_on_update(on_update)
+        arrays = matched_arrays(self.model, weights)
+
+        def update() -> tuple[Models, DecodeOptions]:
+            self._resolved = self._resolved.without_weights()
+            self._options = {**self._options, "draft_model": None, "policy_params": None}
+            self.model = self._models.target  # without arrays
+            models = self._resolved.updated(arrays, self._params_of, donate=donate)
+            self._resolved, self.model = self._resolved.with_models(models), models.target
+            self._options["draft_model"] = models.draft
+            self._options["policy_params"] = models.policy
+            return models, self._options
+
+        self._engines.update(update, on_update)
 
     def generate(
         self,
@@ -356,6 +390,8 @@ class _Answer:
         """The completion of the request, which has ended; raises what ended it by an error."""
         if request.error is not None:
             raise request.error
+        if request.finished == "aborted":
+            raise RuntimeError("the answer was aborted by an update of the weights; ask again")
         if request.finished == "interrupted":
             raise RuntimeError("the engine was interrupted in another call; ask again")
         if text := self._row.close():

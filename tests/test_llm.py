@@ -1,6 +1,7 @@
 """`LLM`: text and conversations in, text out, by the first layers of the bundled model."""
 
 import dataclasses
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 import jspec
 from jspec.decode.engine_pool import EnginePool, room_for
 from jspec.decode.score import score_top_tokens
+from jspec.decode.weights import array_like
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate
 from jspec.models.tokenizer import Tokenizer
@@ -161,6 +163,61 @@ def test_replaced_weights_decode(llm):
     assert other.generate([1], short)[0].tokens == (2, 3, 1)
     model.following.set_value(Script([1, 3, 2]).following.get_value())
     assert other.generate([1], short)[0].tokens == (3, 2, 1)
+
+
+def test_updated_weights_decode_and_compile_nothing(llm, monkeypatch):
+    """In answers, log-probabilities and streams; the earlier weights are free."""
+    scripts = [Script([1, 2, 3]), Script([1, 3, 2])]
+    other = jspec.LLM(scripts[0], tokenizer=llm.tokenizer, draft=None)
+    short = jspec.SamplingParams(max_new_tokens=3)
+    assert other.generate([1], short)[0].tokens == (2, 3, 1)
+    engine, following = other._engines.engines[1], scripts[1].following.get_value()
+    before = weakref.ref(scripts.pop(0).following.get_value())
+
+    def array_once(x, like, *, donate):
+        assert before() is None
+        return array_like(x, like, donate=donate)
+
+    monkeypatch.setattr("jspec.decode.options.array_like", array_once)
+    for on_update in ("keep", "recompute", "abort"):
+        stream = other.stream([1], jspec.SamplingParams(max_new_tokens=40))
+        next(stream)
+        compiled = engine.stats.compilations
+        other.update({"following": np.asarray(following)}, on_update=on_update)
+        assert other.generate([1], short)[0].tokens == (3, 2, 1)
+        assert engine.stats.compilations == compiled
+        if on_update == "abort":
+            with pytest.raises(RuntimeError, match="aborted by an update of the weights"):
+                list(stream)
+        else:
+            list(stream)
+    assert other._engines.engines == {1: engine}
+    assert engine.version == 3
+    (scored,) = other.generate([1], short, logprobs=0)
+    assert min(x for one in scored.logprobs or () for x in one.values()) > -1e-3
+    with pytest.raises(ValueError, match="'following' is missing"):
+        other.update({})
+    assert other.generate([1], short)[0].tokens == (3, 2, 1)
+
+
+def test_an_update_makes_again_what_a_policy_learns_of_the_model(llm, short_bundled):
+    draft = jspec.SelfDraft(jspec.policies.Loki(budget=32))
+    other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=draft)
+    other.generate("x = ", SHORT)
+    before = other._models.policy
+
+    def changed(x):
+        noise = jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+        return x + 0.05 * noise.astype(x.dtype)
+
+    other.update(jax.tree.map(changed, nnx.state(short_bundled)))
+    fresh = jspec.LLM(other.model, tokenizer=llm.tokenizer, draft=draft)
+    params = other._models.policy
+    jax.tree.map(np.testing.assert_array_equal, params, fresh._models.policy)
+    assert other._engines.engines[1]._options.models.policy is params
+    assert other._options.get("policy_params") is params
+    assert float(jnp.abs(params[0] - before[0]).max()) > 1e-3
+    assert other.generate("x = ", SHORT)[0].tokens == fresh.generate("x = ", SHORT)[0].tokens
 
 
 def test_a_refused_prompt_leaves_no_other_one_behind(llm):

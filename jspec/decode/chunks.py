@@ -54,6 +54,7 @@ class Chunk:
         filled: Rows that other requests fill after it, so that none of them idles.
         requests: The request of each row in it, None where its tokens are dropped.
         is_timed: Whether it is known when it ended.
+        version: The version of the weights that it runs with.
     """
 
     record: StepRecord
@@ -65,6 +66,7 @@ class Chunk:
     filled: set[int] = dataclasses.field(default_factory=set)
     requests: list[Request | None] = dataclasses.field(default_factory=list)
     is_timed: bool = True
+    version: int = 0
 
 
 class Chunks:
@@ -81,6 +83,7 @@ class Chunks:
         together: As in `RowAcceptance`.
         is_shared: Whether several processes share the model.
         running: Chunks that were started, and whose tokens were not passed on; two at most.
+        version: How many times the weights were replaced.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Chunks:
         self._plain_steps = 0  # since the drafter last drafted
         self.is_shared = is_shared(options.models.target)
         self.running: list[Chunk] = []
+        self.version = 0
         longest = options.config.gamma
         self._acceptance = RowAcceptance(count, longest, options.steps, together=together)
         self._finished = 0.0  # until when the time of the device is in ``seconds``
@@ -184,6 +188,7 @@ class Chunks:
         begin = self._now()
         state, record = self._chunk(state, config)
         chunk = Chunk(record, config.gamma, choice, begin, self.programs.compile_s, prompts)
+        chunk.version = self.version
         self.running.append(chunk)
         return state, chunk
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import jax
 import numpy as np
-from flax import nnx
 
-from jspec.config import SamplingParams, positive
+from jspec.config import SamplingParams, positive, shown
 from jspec.decode.checks import Prompt, agreed_params, as_ids, check_request
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
@@ -24,12 +23,14 @@ from jspec.decode.scheduler import Scheduler
 from jspec.decode.slot_prefill import SlotPrefill
 from jspec.decode.state import Models
 from jspec.decode.stats import Stats
+from jspec.decode.weights import matched_arrays, variables_of
 from jspec.sharding import bytes_on_device, put
 from jspec.typing import Array, Model
 
 # Bytes of weights up to which a pass of 2048 tokens takes a GPU about as long as its host needs to
 # launch one.
 LIGHT = 2**28
+OnUpdate = Literal["keep", "recompute", "abort"]
 MAX_SLOTS = 2**16  # of an engine; the host handles the slots of a chunk one by one
 
 
@@ -63,6 +64,9 @@ class Engine:
             it. After `warm_up` none compiles, whatever requests and prefixes come.
         **options: The drafter, gamma and other options of decoding: `DecodeOptions`.
 
+    Attributes:
+        is_closed: Whether an exception has ended it.
+
     Raises:
         TypeError: As `jspec.generate` does.
         ValueError: As `jspec.generate` does.
@@ -93,22 +97,16 @@ class Engine:
                 "model's own"
             )
         self.stop_tokens = stop_tokens
-        models = model, options.get("draft_model")
-        # Of Flax modules, whose values a trainer replaces in place.
-        variables = [x for _, x in nnx.iter_graph(models) if isinstance(x, nnx.Variable)]
-        self._weights = [(x, x.get_raw_value()) for x in variables]
+        self._variables = variables_of(Models(model, options.get("draft_model")))
         self._options = resolved
         self._runner = Runner(resolved, slots, on_compile)
         self._prefix_tokens = 0
-        self._is_at_work, self._is_closed = False, False
+        self._is_at_work, self.is_closed, self._has_cache = False, False, True
         with self._memory():
             room, programs = rounded_capacity(capacity), self._runner.chunks.programs
             prefill = SlotPrefill(resolved, slots, room, chunk, programs)
-            state = prefill.started(slots)
-            stops = np.full((slots, stop_tokens), -1, np.int32)
-            stops = put(stops, state.stop_tokens.sharding)
-            self._runner.state = dataclasses.replace(state, stop_tokens=stops)
             self._scheduler = Scheduler(self._runner, prefill)
+            self._create_slots()
 
     def submit(
         self,
@@ -137,8 +135,8 @@ class Engine:
         self._check_open()
         if not self.is_current:
             raise RuntimeError(
-                "the weights of the model were replaced after the engine was made, which decodes "
-                "with those from before; make a new Engine"
+                "the weights of the model were replaced, and the engine decodes with those from "
+                "before; pass the model to Engine.update"
             )
         (ids,) = as_ids([prompt])
         (params,) = agreed_params(self._options.models, [ids], params, self.capacity)
@@ -173,7 +171,7 @@ class Engine:
         Raises:
             ValueError: For a prefix that can never fit.
         """
-        self._check_open()
+        self._check_ready()
         (ids,) = as_ids([tokens])
         check_request(self._options.models, ids, SamplingParams(max_new_tokens=2))
         if len(ids) + 2 > self.capacity:
@@ -211,8 +209,13 @@ class Engine:
     @property
     def is_current(self) -> bool:
         """Whether it takes requests: it has not ended, and decodes with its model's weights."""
-        replaced = any(variable.get_raw_value() is not x for variable, x in self._weights)
-        return not self._is_closed and not replaced
+        replaced = any(variable.get_raw_value() is not x for variable, x in self._variables)
+        return not self.is_closed and not replaced
+
+    @property
+    def version(self) -> int:
+        """How many times `update` has replaced the weights."""
+        return self._runner.chunks.version
 
     @property
     def processors(self) -> tuple[LogitsProcessor, ...]:
@@ -241,6 +244,7 @@ class Engine:
         The next chunk may still run when it returns, and is read by the next `step`
         (docs/scheduling.md).
         """
+        self._check_ready()
         with self._device_work():
             if self._scheduler.can_prefill:
                 self._runner.chunks.follow(self._scheduler.prefill_prompts)
@@ -250,6 +254,7 @@ class Engine:
         """Compile every program that any mix of requests can need, before the first request."""
         if self.busy:
             raise RuntimeError("requests are at work; call warm_up before the first one")
+        self._check_ready()
         with self._device_work():
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
@@ -257,13 +262,131 @@ class Engine:
                 self._runner.warm()
             jax.block_until_ready(self._runner.state)
 
+    def update(
+        self,
+        weights: Any,
+        *,
+        on_update: OnUpdate = "keep",
+        policy_params: Any = None,
+        donate: bool = False,
+    ) -> int:
+        """Replace the weights of the model; nothing compiles.
+
+        Chunks that run end with the weights from before. Quantised copies for drafts and parameters
+        of policies that the engine made are made again, and shared prefixes are dropped. Prompts
+        that are being prefilled begin again.
+
+        An array that has the dtype and the sharding of the engine's is taken as it is: nothing is
+        copied, and a training step that donates it takes it from the engine, which then needs
+        another update before its next step. Any other is cast and moved one by one, after the
+        engine's earlier weights were dropped.
+
+        Args:
+            weights: A pytree of the model's own structure, an `nnx.State`, or a model.
+            on_update: What becomes of requests that have tokens in a slot. ``"keep"``: they go on
+                with their cache, made by the earlier weights. ``"recompute"``: prompt and tokens
+                are prefilled again with the new weights. ``"abort"``: they end.
+            policy_params: New parameters of the policy, where the caller passed such to the engine;
+                None leaves those.
+            donate: Whether arrays of ``weights`` that must be copied are freed one by one.
+
+        Returns:
+            The new `version`, which `Request.versions` has for each token.
+
+        Raises:
+            ValueError: Where ``weights`` do not fit the model; the engine goes on with its own.
+            MemoryError: Where the device has no room; the engine has ended.
+        """
+        self._check_open()
+        check_on_update(on_update)
+        arrays = matched_arrays(self._options.models.target, weights)
+        with self._device_work():
+            self._begin_update(on_update)
+            params_of = None if policy_params is None else lambda model: policy_params
+            self._end_update(self._options.updated(arrays, params_of, donate=donate))
+        return self.version
+
+    def release_cache(self) -> None:
+        """Free the memory of the cache until `restore_cache`, as for a training step.
+
+        Shared prefixes are dropped, and requests in slots wait: their prompts and tokens are
+        prefilled again. `submit`, `update` and `Request.cancel` go on to work.
+        """
+        if not self._has_cache:
+            return
+        with self._device_work():
+            self._preempt()
+            running = [chunk.record for chunk in self._runner.chunks.running]
+            jax.block_until_ready((self._runner.state, running))
+            self._runner.chunks.wait_for_prompts()
+            self._runner.close()
+            self._scheduler.prefill.release()
+            self._has_cache = False
+
+    def restore_cache(self) -> None:
+        """Make the cache again that `release_cache` freed. Compiles nothing.
+
+        Raises:
+            MemoryError: Where the device has no room; the engine has ended.
+        """
+        if self._has_cache:
+            return
+        with self._device_work():
+            self._scheduler.prefill.restore()
+            self._create_slots()
+            self._has_cache = True
+
+    def _create_slots(self) -> None:
+        state = self._scheduler.prefill.started(self.slots)
+        stops = np.full((self.slots, self.stop_tokens), -1, np.int32)
+        stops = put(stops, state.stop_tokens.sharding)
+        self._runner.reset(dataclasses.replace(state, stop_tokens=stops))
+
+    def _preempt(self) -> None:
+        """Queue all requests again whose prompts were prefilled."""
+        self._scheduler.restart()
+        self._scheduler.resume(self._runner.preempt())
+
+    def _begin_update(self, on_update: OnUpdate) -> None:
+        """Drop the weights, and what was computed with them."""
+        if on_update == "abort":
+            for request in self._runner.preempt():
+                request._end("aborted")
+        elif on_update == "recompute":
+            self._preempt()
+        self._scheduler.restart()
+        self._scheduler.prefill.flush()
+        self._variables = []
+        self._use(self._options.without_weights())
+
+    def _end_update(self, models: Models) -> None:
+        """Go on with ``models``, which have new weights."""
+        self._use(self._options.with_models(models))
+        self._variables = variables_of(models)
+        self._runner.chunks.version += 1
+
+    def _use(self, options: ResolvedOptions) -> None:
+        self._options = self._runner.chunks.options = options
+        self._scheduler.prefill.options = options
+
+    def _check_ready(self) -> None:
+        """Raise `RuntimeError` unless the engine has its cache and its weights."""
+        self._check_open()
+        if not self._has_cache:
+            raise RuntimeError("the cache was released; call restore_cache before the next step")
+        if any(x.is_deleted() for x in jax.tree.leaves(self._options.flat)):
+            raise RuntimeError(
+                "weights of the engine were deleted, as a step does that they are donated to; pass "
+                "new ones to Engine.update before the next step"
+            )
+
     def _remove(self, request: Request) -> None:
         """Remove a request from the queue, from prefill or from its slot."""
         self._scheduler.remove(request)
         self._runner.remove(request)
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError("the engine ended by an exception in a step; make another one")
 
     @contextlib.contextmanager
@@ -286,7 +409,7 @@ class Engine:
 
     def _close(self, error: BaseException) -> None:
         """End every request, and free the memory of the device."""
-        self._is_closed = True
+        self.is_closed = True
         for request in [*self._scheduler.requests, *self._runner.requests]:
             if request.finished is None:
                 request.error = error if isinstance(error, Exception) else None
@@ -297,6 +420,14 @@ class Engine:
     def _memory(self) -> contextlib.AbstractContextManager[None]:
         size = f"{self.slots} slots of {self.capacity} positions"
         return memory_errors(size, "lower slots or capacity")
+
+
+def check_on_update(on_update: Any) -> None:
+    """Raise `ValueError` for what `Engine.update` does not take."""
+    if on_update not in get_args(OnUpdate):
+        raise ValueError(
+            f"on_update={shown(on_update)} must be one of {', '.join(get_args(OnUpdate))}"
+        )
 
 
 def usual_chunk(models: Models) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt
-from jspec.decode.engine import Engine
+from jspec.decode.engine import Engine, OnUpdate
 from jspec.decode.options import DecodeOptions
 from jspec.decode.processors import completed
 from jspec.decode.request import OnTokens, Request
 from jspec.decode.rows import power_of_two, stops_of
+from jspec.decode.state import Models
 from jspec.typing import Model
 
 LEAST_ROOM = 512  # positions of an engine
@@ -63,6 +65,25 @@ class EnginePool:
                 self.cancel(requests)
                 raise
         return requests
+
+    def update(
+        self, update: Callable[[], tuple[Models, DecodeOptions]], on_update: OnUpdate
+    ) -> None:
+        """Replace the weights of all engines; ``on_update`` as in `Engine.update`.
+
+        ``update()`` returns models with the new weights, and options with what was made of them. No
+        engine has the earlier ones when it is called; if it raises, all engines end.
+        """
+        with self._lock, contextlib.ExitStack() as stack:
+            self.engines = {size: x for size, x in self.engines.items() if not x.is_closed}
+            del self._model
+            for engine in self.engines.values():
+                stack.enter_context(engine._device_work())
+                engine._begin_update(on_update)
+            models, self._options = update()
+            self._model = models.target
+            for engine in self.engines.values():
+                engine._end_update(models)
 
     def step(self, request: Request) -> None:
         """A step of the engine of a request, if it has not ended."""

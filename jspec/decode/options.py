@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 import jax
@@ -19,6 +19,7 @@ from jspec.decode.on_mesh import mesh_model
 from jspec.decode.processors import LogitsProcessor, check_processors
 from jspec.decode.settings import StepConfig, check_draft
 from jspec.decode.state import FlatModels, Models
+from jspec.decode.weights import array_like, shape_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
@@ -83,6 +84,8 @@ class ResolvedOptions:
         steps: Steps of a chunk.
         cache_dtype: As in `DecodeOptions`.
         processors: As in `DecodeOptions`.
+        makes_params: Whether the policy's parameters were made of the target, not passed.
+        makes_draft: Whether the drafter made ``models.draft`` of the target.
     """
 
     models: Models
@@ -93,6 +96,8 @@ class ResolvedOptions:
     steps: int
     cache_dtype: DTypeLike | None
     processors: tuple[LogitsProcessor, ...]
+    makes_params: bool
+    makes_draft: bool
 
     @classmethod
     def of(cls, model: Model, options: DecodeOptions) -> ResolvedOptions:
@@ -104,6 +109,7 @@ class ResolvedOptions:
         policy_params = options.get("policy_params")
         models = Models(model, options.get("draft_model"), policy_params)
         check_models(models)
+        makes_params = policy_params is None
         draft, asked = options.get("draft", SelfDraft()), options.get("gamma")
         draft = NoDraft() if draft is None else draft
         check_draft(draft)
@@ -127,13 +133,9 @@ class ResolvedOptions:
         config = configs[gammas[-1]]
         if config.exact:
             check_exact(model, config.cache_policy)
-        if policy_params is None:
-            models = models._replace(policy=prepare_params(config.cache_policy, model))
-        on_mesh = mesh_model(model)
-        if on_mesh is not None:
+        if (on_mesh := mesh_model(model)) is not None:
             on_mesh.check(config)
-            models = on_mesh.placed(models)
-        models = draft.prepare(models)
+        models = _prepared(models, config, makes_params=makes_params)
         traits = draft.traits
         if (models.draft is None) == (traits.needs_model or traits.makes_model):
             raise ValueError(
@@ -144,10 +146,47 @@ class ResolvedOptions:
         steps = usual_steps(draft, asked)
         if steps_per_chunk is not None:
             steps = positive("steps_per_chunk", steps_per_chunk)
-        models, dtype = _on_device(models), options.get("cache_dtype")
-        flat, sampled_gamma = FlatModels.of(models), sampled_gamma if asked is None else None
+        dtype, flat = options.get("cache_dtype"), FlatModels.of(models)
+        sampled_gamma = sampled_gamma if asked is None else None
         processors = check_processors(options.get("processors", ()))
-        return cls(models, flat, config, configs, sampled_gamma, steps, dtype, processors)
+        makes = makes_params, traits.makes_model and options.get("draft_model") is None
+        return cls(models, flat, config, configs, sampled_gamma, steps, dtype, processors, *makes)
+
+    def without_weights(self) -> ResolvedOptions:
+        """The same without the arrays of the target and of what was made of it."""
+        target = jax.tree.map(shape_of, self.models.target)
+        models = self.models._replace(target=target)
+        if self.makes_draft:
+            models = models._replace(draft=None)
+        if self.makes_params:
+            models = models._replace(policy=None)
+        return self.with_models(models)
+
+    def with_models(self, models: Models) -> ResolvedOptions:
+        """The same with ``models``, which differ in their arrays alone."""
+        return dataclasses.replace(self, models=models, flat=FlatModels.of(models))
+
+    def updated(
+        self, arrays: list[Any], params_of: Callable[[Model], Any] | None, *, donate: bool
+    ) -> Models:
+        """The models with other weights of the target, and with what is made of them.
+
+        Call it on `without_weights`, so that no weight is in memory twice.
+
+        Args:
+            arrays: The new leaves of the target, by `matched_arrays`. The list is emptied.
+            params_of: Returns the policy's parameters for the new target; None leaves those that
+                the caller passed.
+            donate: As in `array_like`.
+        """
+        likes, structure = jax.tree.flatten(self.models.target)
+        arrays.reverse()
+        leaves = [array_like(arrays.pop(), like, donate=donate) for like in likes]
+        models = self.models._replace(target=jax.tree.unflatten(structure, leaves))
+        if params_of is not None:
+            models = models._replace(policy=params_of(models.target))
+        makes_params = self.makes_params and params_of is None
+        return _prepared(models, self.config, makes_params=makes_params)
 
     def configs_of(self, mode: SamplingMode) -> Mapping[int, StepConfig]:
         """The configs that a chunk of ``mode`` may take, by gamma."""
@@ -181,6 +220,15 @@ def usual_steps(draft: Drafter, gamma: Gamma) -> int:
     """
     steps_are_long = jax.default_backend() == "cpu" or (draft.traits.runs_model and gamma != "auto")
     return 4 if steps_are_long else 16
+
+
+def _prepared(models: Models, config: StepConfig, *, makes_params: bool) -> Models:
+    """``models`` on the device, with what policy and drafter make of the target."""
+    if makes_params:
+        models = models._replace(policy=prepare_params(config.cache_policy, models.target))
+    if (on_mesh := mesh_model(models.target)) is not None:
+        models = on_mesh.placed(models)
+    return _on_device(config.draft.prepare(models))
 
 
 def _on_device(models: Models) -> Models:

@@ -25,7 +25,8 @@ class Request:
     Attributes:
         params: The request's settings; they have a seed also where none was given.
         finished: Why it ended, None until then: ``stop``, ``length``, ``cancelled``, ``error`` (its
-            callback raised ``error``) or ``interrupted`` (the engine ended).
+            callback raised ``error``), ``aborted`` (by an update of the weights) or ``interrupted``
+            (the engine ended).
         error: What its callback raised, or what ended the engine.
         prompt_tokens: Tokens of its prompt.
         steps: Verification steps of its tokens.
@@ -47,6 +48,8 @@ class Request:
         self._prompt: Any = prompt  # int32 ``[n]``, None once it has ended
         self._stops, self._on_tokens = frozenset(stops), on_tokens
         self._tokens: list[int] = []
+        self._versions: list[int] = []  # of the weights that made each token
+        self._version = 0  # of the weights that make its next tokens
         self._offered: tuple[int, ...] = ()  # what the running callback was called with
         self.steps = 0
 
@@ -58,6 +61,17 @@ class Request:
     def tokens(self) -> tuple[int, ...]:
         """The tokens so far."""
         return tuple(self._tokens)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """For each token, the `Engine.version` of the weights that made it."""
+        return tuple(self._versions)
+
+    @property
+    def _known(self) -> np.ndarray:
+        """Its prompt and tokens, int32 ``[n]``, which prefill takes."""
+        new = np.array(self._tokens, np.int32)
+        return np.append(self._prompt, new) if len(new) else self._prompt
 
     @property
     def _length(self) -> int:
@@ -100,7 +114,7 @@ class Request:
         One that has ended stays as it is.
         """
         if self._engine is not None:
-            self._tokens.extend(self._offered)
+            self._append(self._offered)
             self._engine._remove(self)
             self._end("cancelled")
 
@@ -128,13 +142,17 @@ class Request:
 
         ``is_last``: whether a stop token or the limit ended it on the device.
         """
-        self._tokens.extend(new[:keep_count])
+        self._append(new[:keep_count])
         if self.error is not None:
             self._end("error")
         elif keep_count is not None:
             self._end("stop")
         elif is_last:
             self._end("stop" if new[-1] in self._stops else "length")
+
+    def _append(self, new: tuple[int, ...]) -> None:
+        self._tokens.extend(new)
+        self._versions.extend([self._version] * len(new))
 
     def _end(self, why: str) -> None:
         # A request may outlive the engine: it must not hold it, nor what its callback holds.

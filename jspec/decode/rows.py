@@ -37,22 +37,26 @@ def state_of(
     mode: SamplingMode | None = None,
     processors: Sequence[LogitsProcessor] = (),
     vocab_size: int = 0,
+    prompt_lengths: np.ndarray | None = None,
 ) -> DecodeState:
     """The state of prompts whose keys and values are in ``cache``.
 
     ``tokens`` int32 ``[B, S]`` has -1 after each prompt; ``params`` have seeds; ``ends``: the
     model's stop tokens; ``room``: stop tokens that a row has room for; ``room`` and ``mode`` are
     None for what ``params`` need; ``processors``: of logits of a model with ``vocab_size`` tokens,
-    which serve all ``params``. Its arrays are of numpy, but for those that are passed: a program
-    takes all of them at once, while copying each to the device would take as long as copying all.
+    which serve all ``params``; ``prompt_lengths`` int32 ``[B]``: how many of a row's tokens are its
+    prompt, where the others were generated earlier; None for all. Its arrays are of numpy, but for
+    those that are passed: a program takes all of them at once, while copying each to the device
+    would take as long as copying all.
     """
     if room is None:  # with that of the model's always, so that `ignore_eos` changes no shape
         room = power_of_two(max(len(p.stop_tokens) for p in params) + len(ends))
+    prompt_lengths = lengths if prompt_lengths is None else prompt_lengths
     no_limit = np.iinfo(np.int32).max
     limits = [no_limit if p.draft_limit is None else p.draft_limit for p in params]
     arrays: dict[str, Any] = {
         "tokens": tokens,
-        "limits": lengths + np.array([p.max_new_tokens for p in params], np.int32),
+        "limits": prompt_lengths + np.array([p.max_new_tokens for p in params], np.int32),
         "done": np.zeros(len(params), bool),
         "stop_tokens": padded([stops_of(p, ends) for p in params], room)[0],
         "draft_limits": np.array(limits, np.int32),
@@ -63,7 +67,7 @@ def state_of(
         draft=drafter_state,
         mode=mode_of(params) if mode is None else mode,
         exact=exact,
-        processing=Processing.of(processors, vocab_size, params, lengths),
+        processing=Processing.of(processors, vocab_size, params, prompt_lengths),
         **arrays,
     )
 
@@ -194,6 +198,7 @@ def packed_rows(
     ends: Sequence[int],
     cache: Cache,
     drafter_state: Any,
+    prompt_lengths: Sequence[int] | None = None,
 ) -> PackedRows:
     """Requests for ``slots`` of ``state``, packed; their keys and values are in ``cache``.
 
@@ -203,6 +208,8 @@ def packed_rows(
     cache = dataclasses.replace(cache, lengths=lengths - 1)
     like: dict[str, Any] = {"exact": state.exact, "mode": state.mode}
     like["room"] = state.stop_tokens.shape[1]
+    if prompt_lengths is not None:
+        like["prompt_lengths"] = np.array(prompt_lengths, np.int32)
     if state.processing is not None:
         like["processors"] = state.processing.processors
         like["vocab_size"] = state.processing.vocab_size

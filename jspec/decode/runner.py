@@ -124,6 +124,18 @@ class Runner:
         for slots in (self.slots, *(chunk.requests for chunk in self.chunks.running)):
             slots[:] = [None if other is request else other for other in slots]
 
+    def preempt(self) -> list[Request]:
+        """Free all slots; returns the requests that were in them, slot by slot.
+
+        What running chunks decode for them is dropped.
+        """
+        every = [self.slots, *(chunk.requests for chunk in self.chunks.running)]
+        requests = [x for slots in every for x in slots if x is not None]
+        requests = list(dict.fromkeys(requests))
+        for request in requests:
+            self.remove(request)
+        return requests
+
     def decode(self, *, waiting: bool = False) -> tuple[Request, ...]:
         """Run a chunk of steps, if there is a request; returns the requests that it ended.
 
@@ -143,6 +155,11 @@ class Runner:
         self.slots = [None] * len(self.slots)
         self.chunks.running.clear()
         del self.state
+
+    def reset(self, state: DecodeState) -> None:
+        """Begin again with ``state``, none of whose rows has ended. All slots must be free."""
+        self.state = state
+        self._is_done[:] = False
 
     # --- chunks -----------------------------------------------------------------------------------
 
@@ -204,6 +221,8 @@ class Runner:
         others = [slot for slot in range(len(self.slots)) if slot not in chunk.filled]
         self._is_done[others] = record.done[-1][others]
         live = {slot: request for slot, request in enumerate(chunk.requests) if request is not None}
+        for request in live.values():
+            request._version = chunk.version
         before, after = np.zeros((2, len(self.slots)), np.int64)
         before[[*live]] = [len(request._tokens) for request in live.values()]
         try:

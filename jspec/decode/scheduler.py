@@ -70,6 +70,21 @@ class Scheduler:
         if self._incoming is request:
             self._incoming = None
 
+    def resume(self, requests: Sequence[Request]) -> None:
+        """Queue requests again, first of all, which have been in slots."""
+        for request in reversed(requests):
+            self._queue[request] = None
+            self._queue.move_to_end(request, last=False)
+        self.admitted -= len(requests)
+
+    def restart(self) -> None:
+        """Queue the request again, first of all, whose prompt is being prefilled."""
+        if (request := self._incoming) is not None:
+            # In this order, Ctrl-C between the two loses no request.
+            self._queue[request] = None
+            self._queue.move_to_end(request, last=False)
+            self._incoming = None
+
     def close(self) -> None:
         """Remove all requests, and free the memory of the device."""
         self._queue.clear()
@@ -105,7 +120,7 @@ class Scheduler:
             if prefill.current_row.left > 0 or not self._runner.free:
                 break
             slot = self._runner.free[0]
-            state = prefill.insert(self._runner.state, slot, request.params)
+            state = prefill.insert(self._runner.state, slot, request)
             self._fill(state, [slot], [request])
             self._incoming = None
         return prefill.completion_of(self._runner.state, prefill.current_row)
@@ -124,14 +139,14 @@ class Scheduler:
             group = list(itertools.islice(candidates, min(len(free), MAX_ROWS)))
             if not group:
                 break
-            count, rows, size = self.prefill.group([request.prompt_tokens for request in group])
+            prompts = [request._known for request in group]
+            count, rows, size = self.prefill.group([*map(len, prompts)])
             # The first pass always fits: none has more than ``prefill.chunk`` tokens.
             if spent_tokens + rows * size > token_limit:
                 break
             spent_tokens += rows * size
-            group, slots = group[:count], free[:count]
-            prompts, params = [x._prompt for x in group], [x.params for x in group]
-            state = self.prefill.fill(self._runner.state, rows, size, slots, prompts, params)
+            group, slots, prompts = group[:count], free[:count], prompts[:count]
+            state = self.prefill.fill(self._runner.state, rows, size, slots, group)
             self._fill(state, slots, group)
             self.prompt_tokens += sum(map(len, prompts))
         return spent_tokens
@@ -144,12 +159,13 @@ class Scheduler:
         # In this order, Ctrl-C between the two loses no request.
         self._incoming = request
         del self._queue[request]
-        self.prompt_tokens += self.prefill.tokens_after_prefix(request._prompt)
-        self.prefill.begin(request._prompt)
+        prompt = request._known
+        self.prompt_tokens += self.prefill.tokens_after_prefix(prompt)
+        self.prefill.begin(prompt)
         return request
 
     def _is_short(self, request: Request) -> bool:
-        return self.prefill.is_short(request._prompt)
+        return self.prefill.is_short(request._known)
 
     def _fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Move requests into slots, which ``state`` has."""

@@ -23,6 +23,7 @@ from jspec.decode.prefill import (
     start_decoding,
 )
 from jspec.decode.programs import Timed
+from jspec.decode.request import Request
 from jspec.decode.rows import PackedRows, insert_row, insert_rows, packed_rows, padded
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels
@@ -31,6 +32,7 @@ from jspec.typing import Array
 
 BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the weights does
 MAX_ROWS = 8  # most prompts of a pass
+IDLE = Request(np.zeros(1, np.int32), SamplingParams(seed=0), (), None)  # of a row that is unused
 
 
 @dataclasses.dataclass
@@ -76,13 +78,16 @@ class SlotPrefill:
         programs: Runs the jitted functions.
 
     Attributes:
+        options: The same.
         current_row: The row of the prompt that is being prefilled.
     """
+
+    current_row: Row
 
     def __init__(
         self, options: ResolvedOptions, slots: int, capacity: int, chunk: int, programs: Timed
     ) -> None:
-        self._options, self._programs = options, programs
+        self.options, self._programs = options, programs
         self._slots, self._capacity = slots, capacity
         self.chunk = min(chunk, capacity)
         self._sizes = pass_sizes(self.chunk)
@@ -93,19 +98,32 @@ class SlotPrefill:
         storage = options.config.cache_policy.storage
         self._has_passes = self._sharding is None and storage is None
         self._prefixes: dict[tuple[int, ...], Row] = {}
+        self.restore()
+
+    def restore(self) -> None:
+        """Make a row of cache for prompts, where there is none."""
         self.current_row = self._fresh_row(np.zeros(1, np.int32))
+
+    def release(self) -> None:
+        """Free the memory of the device, shared prefixes included, until `restore`."""
+        self.flush()
+        del self.current_row
+
+    def flush(self) -> None:
+        """Free all shared prefixes."""
+        self._prefixes.clear()
 
     def started(self, rows: int) -> DecodeState:
         """A state of so many rows with prompts of one token."""
         return start_decoding(
-            self._options.models,
+            self.options.models,
             [np.zeros(1, np.int32)] * rows,
             SamplingParams(max_new_tokens=1, seed=0),
-            self._options.config,
+            self.options.config,
             capacity=self._capacity,
-            cache_dtype=self._options.cache_dtype,
+            cache_dtype=self.options.cache_dtype,
             run=self._programs,
-            processors=self._options.processors,
+            processors=self.options.processors,
         )
 
     def completion_of(self, state: DecodeState, row: Row) -> Array:
@@ -119,13 +137,13 @@ class SlotPrefill:
         """
         self.current_row = self._begun(np.zeros(1, np.int32), self.current_row.cache, None, 0)
         for size in self._sizes:
-            for selects in {False, self._options.config.selects_in_prefill}:
+            for selects in {False, self.options.config.selects_in_prefill}:
                 self._pass(self.current_row, size, selects)
-        state = self.insert(state, 0, SamplingParams(seed=0))
+        state = self.insert(state, 0, IDLE)
         if self._has_passes:
             for size in self._sizes:
                 for rows in {1, self._max_rows(size)}:
-                    state = self.fill(state, rows, size, (), (), ())
+                    state = self.fill(state, rows, size, (), ())
         self.completion_of(state, self.current_row)
         return state
 
@@ -154,21 +172,19 @@ class SlotPrefill:
         rows: int,
         size: int,
         slots: Sequence[int],
-        prompts: Sequence[np.ndarray],
-        params: Sequence[SamplingParams],
+        requests: Sequence[Request],
     ) -> DecodeState:
-        """``state``, which is donated, with short prompts in ``slots``, by one pass.
+        """``state``, which is donated, with ``requests`` in ``slots``, by one pass.
 
-        ``rows``, ``size``: of the pass, as `group` says; ``params``: how to decode the prompts.
+        ``rows``, ``size``: of the pass, as `group` says; the prompts must be short.
         """
-        missing = rows - len(prompts)
-        prompts = [*prompts, *[np.zeros(1, np.int32)] * missing]
-        params = [*params, *[SamplingParams(seed=0)] * missing]
+        missing = rows - len(requests)
+        requests = [*requests, *[IDLE] * missing]
         slots = [*slots, *[self._slots] * missing]  # past the end: nowhere
         cache = dataclasses.replace(state.cache, columns=(), pages=())
-        packed = packed_rows(state, slots, prompts, params, self._ends, cache, None)
-        static = {"size": size, "config": self._options.config}
-        return self._programs(_prefill_slots, self._options.flat, state, packed, **static)
+        packed = self._packed(state, slots, requests, cache, None)
+        static = {"size": size, "config": self.options.config}
+        return self._programs(_prefill_slots, self.options.flat, state, packed, **static)
 
     def _max_rows(self, size: int) -> int:
         """Rows of a pass over several prompts of ``size`` tokens each."""
@@ -200,15 +216,14 @@ class SlotPrefill:
     def advance(self, row: Row) -> None:
         """Prefill the next piece of a row."""
         size = self.piece_of(row)
-        selects = self._options.config.selects_in_prefill and row.left <= size
+        selects = self.options.config.selects_in_prefill and row.left <= size
         self._pass(row, size, selects)
         row.done = min(row.done + size, len(row.prompt) - 1)
 
-    def insert(self, state: DecodeState, slot: int, params: SamplingParams) -> DecodeState:
-        """``state``, which is donated, with the prompt in ``slot``, to be decoded by ``params``."""
+    def insert(self, state: DecodeState, slot: int, request: Request) -> DecodeState:
+        """``state``, which is donated, with ``request``, whose prompt the row has, in ``slot``."""
         row = self.current_row
-        states = (row.cache, row.drafter_state)
-        packed = packed_rows(state, [slot], [row.prompt], [params], self._ends, *states)
+        packed = self._packed(state, [slot], [request], row.cache, row.drafter_state)
         return insert_row(state, packed, slot, self._programs)
 
     # --- prefixes ---------------------------------------------------------------------------------
@@ -246,9 +261,25 @@ class SlotPrefill:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    @property
-    def _ends(self) -> Sequence[int]:
-        return self._options.models.target.config.stop_tokens
+    def _packed(
+        self,
+        state: DecodeState,
+        slots: Sequence[int],
+        requests: Sequence[Request],
+        cache: Cache,
+        drafter_state: Any,
+    ) -> PackedRows:
+        """``requests`` for ``slots`` of ``state``, packed."""
+        return packed_rows(
+            state,
+            slots,
+            [request._known for request in requests],
+            [request.params for request in requests],
+            self.options.models.target.config.stop_tokens,
+            cache,
+            drafter_state,
+            [request.prompt_tokens for request in requests],
+        )
 
     def _fresh_row(self, prompt: np.ndarray) -> Row:
         """A row with memory of its own, for ``prompt``."""
@@ -262,8 +293,8 @@ class SlotPrefill:
         """
         capacity = self._capacity
         if drafter_state is None:
-            static = {"config": self._options.config, "batch": 1, "capacity": capacity}
-            drafter_state = self._programs(init_drafter_state, self._options.flat, **static)
+            static = {"config": self.options.config, "batch": 1, "capacity": capacity}
+            drafter_state = self._programs(init_drafter_state, self.options.flat, **static)
         drafter_state = self._placed("draft", drafter_state)
         tokens, lengths = padded([prompt], capacity)
         cache = self._placed("cache", cache.with_lengths(jax.device_put(lengths - 1)))
@@ -274,9 +305,9 @@ class SlotPrefill:
 
         ``selects``: as `prefill_chunk` takes it.
         """
-        args = (self._options.flat, row.cache, row.drafter_state, row.tokens, np.int32(row.done))
+        args = (self.options.flat, row.cache, row.drafter_state, row.tokens, np.int32(row.done))
         row.cache, row.drafter_state = self._programs(
-            prefill_chunk, *args, config=self._options.config, size=size, selects=selects
+            prefill_chunk, *args, config=self.options.config, size=size, selects=selects
         )
 
     def _placed(self, name: str, tree: Any) -> Any:

@@ -41,7 +41,8 @@ def quantized_copy(model: Model, kind: str) -> Decoder:
             f"a model of type {type(model).__name__} is no jspec.Decoder, whose weights jspec "
             "knows how to quantise; pass a quantised one of your own as draft_model"
         )
-    copy = nnx.merge(*nnx.split(model))
+    # `nnx.merge` would leave a reference cycle, which holds the weights until Python collects it.
+    copy = jax.tree.map(lambda x: x, model)
     for _, module in nnx.iter_modules(copy):
         if isinstance(module, (Linear, JoinedLinear)):
             _quantize(module, functools.partial(quantized, kind=kind))

@@ -11,6 +11,7 @@ from jspec.decode.convert_state import convert_state
 from jspec.decode.draft import Chain, GuidedDraft, NgramDraft
 from jspec.decode.engine import Engine
 from jspec.decode.prefill import start_decoding
+from jspec.decode.request import Request
 from jspec.decode.settings import PLAIN, StepConfig
 from jspec.ops.attention.dense import causal
 from jspec.policies import SparseSpec, SpecExtend, Vegas
@@ -154,13 +155,13 @@ def test_slots_of_an_engine_select(tiny, queries_and_keys):
     short = [1, 3, 4]
     count, rows, size = prefill.group([LENGTHS[row] for row in short])
     assert (count, rows) == (3, 4)
-    params = [PARAMS] * count
-    state = prefill.fill(state, rows, size, short, [texts[row] for row in short], params)
+    requests = [Request(text, PARAMS, (), None) for text in texts]
+    state = prefill.fill(state, rows, size, short, [requests[row] for row in short])
     for slot in (0, 2):
         prefill.begin(texts[slot])
         while prefill.current_row.left:
             prefill.advance(prefill.current_row)
-        state = prefill.insert(state, slot, PARAMS)
+        state = prefill.insert(state, slot, requests[slot])
     check(state.draft, VEGAS, queries_and_keys)
 
 
