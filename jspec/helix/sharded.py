@@ -150,7 +150,8 @@ class Sharded:
             raise ValueError(
                 f"{draft} does not run on the mesh of {self.helix}, as its traits.runs_on_mesh is "
                 "False: it needs all positions on one device; take NoDraft, NgramDraft, "
-                "SuffixDraft, or SelfDraft or GuidedDraft without a quantized copy"
+                "SuffixDraft, SelfDraft or GuidedDraft without a quantized copy, or a Chain of two "
+                "of them"
             )
         reads = config.target if config.is_lossy else draft.collect_policy or draft.cache_policy
         if not reads.runs_on_mesh:

@@ -39,7 +39,7 @@ SETTINGS = {
     "blocks": {"draft": ModelDraft(), "rule": "block"},
 }
 ON_A_MESH = (
-    *("ngram", "streaming", "vegas", "refreshed", "suffix"),
+    *("ngram", "streaming", "vegas", "refreshed", "suffix", "chain"),
     *("none", "padded", "lossy-topk", "lossy-hata"),
 )
 

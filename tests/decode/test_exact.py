@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jspec
+from jspec import helix
 from jspec.cache import LinearLayout, RingLayout
 from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
@@ -92,6 +93,8 @@ def test_other_models_meshes_and_memories_are_refused(tiny, with_a_gpu):
     copies = jax.device_put(tiny, NamedSharding(mesh, PartitionSpec()))
     with pytest.raises(BackendError, match="its weights lie on a mesh"):
         check_exact(copies, Dense())
+    with pytest.raises(BackendError, match="its weights lie on a mesh"):
+        check_exact(helix.shard(tiny, helix.HelixConfig(kvp=2)), Dense())
     whole = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn), tiny)
     with pytest.raises(BackendError, match="float8_e4m3fn are none of bfloat16"):
         check_exact(whole, Dense())

@@ -156,6 +156,39 @@ def drafts(index: int) -> dict[str, Any]:
     return {name: drafted(model, plain, name) for name in DRAFTS}
 
 
+def served(model: Any) -> dict[str, Any]:
+    """What an engine of two slots gives: arrivals, a shared prefix, a cancellation, a callback."""
+    sizes: dict[str, Any] = {"slots": 2, "capacity": 64, "prefill_chunk": 16, "steps_per_chunk": 2}
+    engine = jspec.Engine(model, draft=DRAFTS["vegas"], gamma=3, **sizes)
+    engine.share_prefix(TEXTS[0][:20])
+    seen: list[tuple[int, ...]] = []
+
+    def on_tokens(new: tuple[int, ...]) -> int | None:
+        seen.append(new)
+        return 1 if len(seen) == 2 else None
+
+    first = [engine.submit(text, SEEDED) for text in TEXTS]
+    engine.step()
+    cancelled = engine.submit(TEXTS[2], SEEDED)
+    stopped = engine.submit(TEXTS[1], SEEDED, on_tokens=on_tokens)
+    for _ in range(2):
+        engine.step()
+    cancelled.cancel()
+    engine.run()
+    return {
+        "tokens": [request.tokens for request in first],
+        "stopped": stopped.tokens,
+        "cancelled": cancelled.tokens,
+        "ends": [request.finished for request in (*first, stopped, cancelled)],
+    }
+
+
+def engines(index: int) -> dict[str, Any]:
+    """An engine whose model has two devices in each process."""
+    config = helix.HelixConfig(kvp=2, tpa=2, block=4)
+    return served(helix.load_model(GOLDEN / "qwen3", config))
+
+
 def unequal(index: int) -> dict[str, Any]:
     """Errors of two processes that differ in one thing each time."""
     config, one = helix.HelixConfig(kvp=2, block=4), GOLDEN / "qwen3"
@@ -241,7 +274,7 @@ def stuck(index: int, victim: int, where: str) -> None:
         tokens_of(model, draft=NGRAM, steps_per_chunk=1, **settings)
 
 
-CHECKS = {"together": together, "drafts": drafts, "unequal": unequal}
+CHECKS = {"together": together, "drafts": drafts, "engines": engines, "unequal": unequal}
 
 if __name__ == "__main__":
     check, port, count, index = sys.argv[1], *map(int, sys.argv[2:])

@@ -49,6 +49,15 @@ DRAFTERS: dict[str, Drafter] = {
     "refreshed": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, refresh=1)),
     "ahead": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, score="softmax", ahead=3)),
 }
+DRAFTERS |= {
+    f"{first}-{second}": jspec.Chain(drafter, DRAFTERS[second], inner=2, rounds=2)
+    for first, second, drafter in (
+        ("ngram", "vegas", NGRAM),
+        ("suffix", "hata", jspec.SuffixDraft(min_match=1)),
+        ("streaming", "exact", STREAMING),
+    )
+}
+WINDOW = jspec.SelfDraft(policies.Streaming(positions="window"))
 LENGTHS = (40, 1, 17, 6)  # blocks of 4 end before, in and after a group of 4
 GREEDY, SAMPLED, FILTERED = {}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9}
 MIXED, DRAWN = (GREEDY, SAMPLED), (SAMPLED, FILTERED)  # that rows take in turn
@@ -124,6 +133,7 @@ def check(model, name: str, kvp: int, tpa: int, right: list[list[int]], *modes: 
     limit = 2048 // (kvp * tpa) - 1
     if SAMPLED in modes:  # numbers of the first and the last tile of each position and device
         limit = max(limit, 2 * 16 * kvp * tpa)
+    name = name.split("-")[-1]  # of a chain, the drafter that selects
     if name in SELECTING:
         if kvp > 1:
             assert len(selecting(program)) == SELECTING[name], selecting(program)
@@ -147,10 +157,10 @@ def test_greedy_tokens_on_more_meshes(name, kvp, tpa, model, alone):
 
 
 # Each drafter and each mesh. A draft of HATA is drawn from logits, and verified by them.
-FIRST = (("ngram", 1, 2), ("hata", 2, 2))
+FIRST = (("ngram", 1, 2), ("hata", 2, 2), ("ngram-vegas", 2, 2))
 MORE = (
     *(("plain", 2, 1), ("suffix", 8, 1), ("streaming", 4, 2), ("exact", 4, 1), ("vegas", 2, 1)),
-    *(("refreshed", 4, 1), ("ahead", 8, 1)),
+    *(("refreshed", 4, 1), ("ahead", 8, 1), ("suffix-hata", 4, 1), ("streaming-exact", 4, 2)),
 )
 
 
@@ -239,7 +249,15 @@ def test_a_checkpoint_goes_straight_to_its_shards():
         (jspec.StepConfig(2, jspec.ModelDraft()), r"ModelDraft\(\) does not run on the mesh of"),
         (
             jspec.StepConfig(2, jspec.GuidedDraft(quantized="int8")),
-            "SelfDraft or GuidedDraft without a quantized copy",
+            "SelfDraft or GuidedDraft without a quantized copy, or a Chain of two of them",
+        ),
+        (
+            jspec.StepConfig(2, jspec.Chain(jspec.ModelDraft(), STREAMING)),
+            r"Chain\(first=ModelDraft\(\), .* does not run on the mesh of",
+        ),
+        (
+            jspec.StepConfig(2, jspec.Chain(WINDOW, DRAFTERS["exact"])),
+            r"Chain\(first=SelfDraft\(policy=Streaming\(.* does not run on the mesh of",
         ),
         (jspec.StepConfig(2, jspec.SelfDraft(quantized="int8")), "take NoDraft, NgramDraft, Suf"),
         (
@@ -259,7 +277,17 @@ def test_a_checkpoint_goes_straight_to_its_shards():
             r"HataOff\(.* does not run on",
         ),
     ],
-    ids=["model", "quantized-guided", "quantized", "pages", "weights", "tables", "host"],
+    ids=[
+        "model",
+        "quantized-guided",
+        "chain-of-models",
+        "chain-window",
+        "quantized",
+        "pages",
+        "weights",
+        "tables",
+        "host",
+    ],
 )
 def test_what_needs_a_whole_row_is_refused(config, message, model):
     sharded = helix.shard(model, helix.HelixConfig(kvp=2))

@@ -31,6 +31,7 @@ from tests.helix.processes import (
     ends_of,
     free_port,
     grown,
+    served,
     start,
     tokens_of,
 )
@@ -90,6 +91,17 @@ def test_two_processes_with_two_devices_each_draft_as_one_device_does():
     model = jspec.load_model(GOLDEN / "qwen3")
     for name in DRAFTS:
         assert first[name] == [list(row) for row in drafted(model, model, name)], name
+
+
+@pytest.mark.slow
+def test_two_processes_serve_as_one_device_does():
+    """An engine with a shared prefix, a cancelled request and one that its callback ends."""
+    first, second = results_of("engines", devices=2)
+    assert first == second
+    alone = json.loads(json.dumps(served(jspec.load_model(GOLDEN / "qwen3"))))
+    assert first == alone
+    assert first["ends"] == ["length"] * 3 + ["stop", "cancelled"]
+    assert 1 < len(first["stopped"]) < 12
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Log-probabilities on a mesh are those of one device, and no logits are gathered."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,48 @@ def test_log_probabilities_are_those_of_one_device(make, axes, monkeypatch):
         sums = gathered(program, "all-reduce")
         widest = max(share, model.config.hidden_size + 1)
         assert 0 < max(sums) < len(texts) * scoring.CHUNK * widest
+
+
+@functools.cache
+def scored(name: str) -> tuple[Decoder, list[list[int]], list[np.ndarray]]:
+    """A family's checkpoint, texts, and their log-probabilities on one device."""
+    model = golden(name)()
+    texts = prompts((33, 1, 14), vocabulary=model.config.vocab_size)
+    return model, texts, jspec.score_tokens(model, texts)
+
+
+MESHES = ({"tpa": 2}, {"kvp": 2}, {"kvp": 2, "tpa": 2}, {"kvp": 4}, {"kvp": 2, "overlap": 2})
+FAMILIES = {
+    "gpt_oss": (*MESHES, {"kvp": 2, "ep": 2}, {"kvp": 4, "ep": 4}),  # sinks, windows, experts
+    "gemma3": MESHES,  # windows
+    "gemma2": MESHES,  # windows and caps
+    "qwen3_moe": (*MESHES, {"kvp": 2, "tpa": 2, "ep": 2}, {"tpa": 2, "ep": 2}),
+    # Latents are one key-value head.
+    "deepseek_v2": ({"kvp": 2}, {"kvp": 4, "ep": 2}, {"kvp": 4, "up_projection": "before"}),
+    "deepseek_v3": ({"kvp": 2, "ep": 2}, {"kvp": 4}, {"kvp": 4, "up_projection": "after"}),
+}
+FIRST_OF_FAMILIES = (("gemma3", {"kvp": 4}), ("deepseek_v3", {"kvp": 2, "ep": 2}))
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        pytest.param(
+            *(name, axes),
+            id="-".join([name, *(f"{axis}={size}" for axis, size in axes.items())]),
+            marks=[] if (name, axes) in FIRST_OF_FAMILIES else pytest.mark.slow,
+        )
+        for name, meshes in FAMILIES.items()
+        for axes in meshes
+    ],
+)
+def test_a_family_has_the_log_probabilities_of_one_device(name, axes, monkeypatch):
+    """In passes of 4 tokens, as those of a verification, that wrap windows of 9."""
+    model, texts, right = scored(name)
+    monkeypatch.setattr(scoring, "CHUNK", 4)
+    result = jspec.score_tokens(helix.shard(model, helix.HelixConfig(block=4, **axes)), texts)
+    for ours, theirs in zip(result, right, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_the_likeliest_tokens_are_those_of_one_device():

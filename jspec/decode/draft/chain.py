@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jspec.cache import Cache
 from jspec.config import positive, refuse_class, shown
@@ -19,11 +20,12 @@ from jspec.decode.draft.autoregressive import (
 )
 from jspec.decode.draft.drafter import Drafted, Drafter, DrafterTraits, TargetPass, learn_with
 from jspec.decode.draft.self_draft import SparseDrafter
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, Models, vocabulary_axes
 from jspec.ops.commit import Rows, commit
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.policies import Dense, Guided, Policy
-from jspec.typing import Array
+from jspec.sharding import varying_over
+from jspec.typing import Array, Model
 
 Levels = tuple[Any, Any]  # the states of a chain's two drafters
 
@@ -85,6 +87,9 @@ class Chain(Drafter):
             runs_model=True,
             needs_model=first.needs_model,
             makes_model=first.makes_model or second.makes_model,
+            runs_on_mesh=first.runs_on_mesh
+            and second.runs_on_mesh
+            and self.first.cache_policy.runs_on_mesh,
             learns_from_rejected=first.learns_from_rejected or second.learns_from_rejected,
         )
 
@@ -146,7 +151,7 @@ class Chain(Drafter):
         rounds = min(self.rounds, gamma)
         logits = None
         if state.mode != "greedy":
-            logits = jnp.zeros((len(begin), gamma, models.target.config.vocab_size), jnp.float32)
+            logits = _no_logits(models.target, len(begin), gamma)
 
         def body(carried: tuple[DecodeState, Any, Any], _, is_refresh=False):
             inside, policy_params, logits = carried
@@ -201,7 +206,8 @@ class Chain(Drafter):
         logits = model.logits(hidden)
         if state.processing is not None:
             logits = state.processing.process(logits, drafted.tokens)
-        model_tokens = drawn(state, logits, state.lengths[:, None] + index)
+        token_positions, axes = state.lengths[:, None] + index, vocabulary_axes(models.target)
+        model_tokens = drawn(state, logits, token_positions, axes)
         verified = verify_greedy(drafted.tokens, model_tokens, drafted.lengths, state.stop_tokens)
         committed, rows = commit(
             verified, state.limits, Rows(state.tokens, state.cache.lengths, state.done)
@@ -229,6 +235,15 @@ def _restored(after: Any, before: Any) -> Any:
         *(after, before),
         is_leaf=lambda node: isinstance(node, Cache),
     )
+
+
+def _no_logits(model: Model, batch: int, gamma: int) -> Array:
+    """Zeros float32 ``[B, gamma, V]``; on a mesh of this device's share of the vocabulary."""
+    size, axes = model.config.vocab_size, vocabulary_axes(model)
+    if axes is None:
+        return jnp.zeros((batch, gamma, size), jnp.float32)
+    logits = jnp.zeros((batch, gamma, size // lax.axis_size(axes)), jnp.float32)
+    return varying_over(frozenset(axes), logits)
 
 
 def _put(into: Array, rows: Array, begin: Array, counts: Array) -> Array:
