@@ -159,6 +159,39 @@ class Engine:
         self._scheduler.add(request)
         return request
 
+    def submit_group(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = SamplingParams(),
+        *,
+        n: int,
+        on_tokens: OnTokens | None = None,
+    ) -> tuple[Request, ...]:
+        """Queue ``n`` answers to one prompt, with the seed of ``params`` and those that follow it.
+
+        They share its prefill, as all requests do that have the same prompt and follow each other.
+
+        Args:
+            prompt: As in `submit`.
+            params: As in `submit`.
+            n: Answers.
+            on_tokens: As in `submit`, for each of them.
+
+        Returns:
+            The queued requests.
+
+        Raises:
+            ValueError: As `submit` does.
+            RuntimeError: As `submit` does.
+        """
+        n = positive("n", n)
+        first = self.submit(prompt, params, on_tokens=on_tokens)
+        seed = first.params.seed
+        assert seed is not None
+        seeds = [(seed + index) % 2**32 for index in range(1, n)]
+        others = (dataclasses.replace(first.params, seed=x) for x in seeds)
+        return first, *(self.submit(prompt, x, on_tokens=on_tokens) for x in others)
+
     def share_prefix(self, tokens: Sequence[int]) -> tuple[Request, ...]:
         """Prefill ``tokens`` now, once for all later prompts that begin with them.
 
@@ -355,7 +388,8 @@ class Engine:
         elif on_update == "recompute":
             self._preempt()
         self._scheduler.restart()
-        self._scheduler.prefill.flush()
+        if self._has_cache:
+            self._scheduler.prefill.flush()
         self._variables = []
         self._use(self._options.without_weights())
 
@@ -415,7 +449,8 @@ class Engine:
                 request.error = error if isinstance(error, Exception) else None
                 request._end("interrupted")
         self._scheduler.close()
-        self._runner.close()
+        if self._has_cache:
+            self._runner.close()
 
     def _memory(self) -> contextlib.AbstractContextManager[None]:
         size = f"{self.slots} slots of {self.capacity} positions"

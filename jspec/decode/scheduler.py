@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jspec.decode.request import Request
 from jspec.decode.runner import Runner
-from jspec.decode.slot_prefill import MAX_ROWS, SlotPrefill
+from jspec.decode.slot_prefill import MAX_REQUESTS, SlotPrefill
 from jspec.decode.state import DecodeState
 from jspec.typing import Array
 
@@ -29,7 +29,8 @@ class Scheduler:
 
     Attributes:
         admitted: Requests whose prompts were prefilled.
-        prompt_tokens: Their tokens, without those of shared prefixes.
+        prompt_tokens: Tokens that were prefilled for them: without those of shared prefixes, and
+            once where requests share a prompt.
     """
 
     def __init__(self, runner: Runner, prefill: SlotPrefill) -> None:
@@ -136,11 +137,11 @@ class Scheduler:
         choose = filter if overtaking else itertools.takewhile
         while free := self._runner.free:
             candidates = choose(self._is_short, itertools.islice(self._queue, LOOKAHEAD_REQUESTS))
-            group = list(itertools.islice(candidates, min(len(free), MAX_ROWS)))
+            group = list(itertools.islice(candidates, min(len(free), MAX_REQUESTS)))
             if not group:
                 break
             prompts = [request._known for request in group]
-            count, rows, size = self.prefill.group([*map(len, prompts)])
+            count, rows, size = self.prefill.group(prompts)
             # The first pass always fits: none has more than ``prefill.chunk`` tokens.
             if spent_tokens + rows * size > token_limit:
                 break
@@ -148,7 +149,8 @@ class Scheduler:
             group, slots, prompts = group[:count], free[:count], prompts[:count]
             state = self.prefill.fill(self._runner.state, rows, size, slots, group)
             self._fill(state, slots, group)
-            self.prompt_tokens += sum(map(len, prompts))
+            different = {prompt.tobytes(): len(prompt) for prompt in prompts}
+            self.prompt_tokens += sum(different.values())
         return spent_tokens
 
     def _begin_next(self) -> Request | None:
@@ -159,9 +161,7 @@ class Scheduler:
         # In this order, Ctrl-C between the two loses no request.
         self._incoming = request
         del self._queue[request]
-        prompt = request._known
-        self.prompt_tokens += self.prefill.tokens_after_prefix(prompt)
-        self.prefill.begin(prompt)
+        self.prompt_tokens += self.prefill.begin(request._known)
         return request
 
     def _is_short(self, request: Request) -> bool:

@@ -31,7 +31,8 @@ from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Array
 
 BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the weights does
-MAX_ROWS = 8  # most prompts of a pass
+MAX_ROWS = 8  # most prompts of a pass that differ
+MAX_REQUESTS = 16  # most requests of a pass
 IDLE = Request(np.zeros(1, np.int32), SamplingParams(seed=0), (), None)  # of a row that is unused
 
 
@@ -64,9 +65,11 @@ class SlotPrefill:
 
     A *short* prompt, of at most ``chunk + 1`` tokens, is prefilled straight into its slot, where
     there are several in one pass: few tokens take about as long as reading the weights, which they
-    share. Any other is prefilled in pieces of at most ``chunk`` tokens in a row of cache of its
-    own, which is then copied to a slot. So are all prompts on a mesh, all whose policy stores keys
-    in the host's memory, and those after a shared prefix, which start from a copy of its row.
+    share. Requests with equal prompts share a row of the pass. Any other prompt is prefilled in
+    pieces of at most ``chunk`` tokens in a row of cache of its own, which is then copied to a slot,
+    and to those of the requests with the same prompt that follow. So are all prompts on a mesh, all
+    whose policy stores keys in the host's memory, and those after a shared prefix, which start from
+    a copy of its row.
 
     Passes and pieces are padded to one of `pass_sizes`, so that few programs serve all prompts.
 
@@ -103,6 +106,7 @@ class SlotPrefill:
     def restore(self) -> None:
         """Make a row of cache for prompts, where there is none."""
         self.current_row = self._fresh_row(np.zeros(1, np.int32))
+        self._forget_row()
 
     def release(self) -> None:
         """Free the memory of the device, shared prefixes included, until `restore`."""
@@ -110,8 +114,9 @@ class SlotPrefill:
         del self.current_row
 
     def flush(self) -> None:
-        """Free all shared prefixes."""
+        """Forget what was prefilled: shared prefixes, and the prompt of the row."""
         self._prefixes.clear()
+        self._forget_row()
 
     def started(self, rows: int) -> DecodeState:
         """A state of so many rows with prompts of one token."""
@@ -145,6 +150,7 @@ class SlotPrefill:
                 for rows in {1, self._max_rows(size)}:
                     state = self.fill(state, rows, size, (), ())
         self.completion_of(state, self.current_row)
+        self._forget_row()
         return state
 
     # --- short prompts ----------------------------------------------------------------------------
@@ -154,17 +160,20 @@ class SlotPrefill:
         fits = self._has_passes and len(prompt) - 1 <= self.chunk
         return fits and self._longest(prompt) is None
 
-    def group(self, lengths: Sequence[int]) -> tuple[int, int, int]:
-        """How many of the first prompts, short ones of these ``lengths``, go into one pass.
+    def group(self, prompts: Sequence[np.ndarray]) -> tuple[int, int, int]:
+        """How many of the first ``prompts``, which are short, go into one pass.
 
         Also the rows of that pass, and the tokens of a row, padding included.
         """
-        sizes = [next(size for size in self._sizes if n - 1 <= size) for n in lengths]
-        count = 1
-        while count < len(sizes) and count < self._max_rows(max(sizes[: count + 1])):
-            count += 1
-        size = max(sizes[:count])
-        return count, 1 if count == 1 else self._max_rows(size), size
+        different: set[bytes] = set()
+        count, size = 0, 0
+        for prompt in prompts[:MAX_REQUESTS]:
+            wider = max(size, next(x for x in self._sizes if len(prompt) - 1 <= x))
+            more = different | {prompt.tobytes()}
+            if count and len(more) > self._max_rows(wider):
+                break
+            count, size, different = count + 1, wider, more
+        return count, 1 if len(different) == 1 else self._max_rows(size), size
 
     def fill(
         self,
@@ -178,12 +187,15 @@ class SlotPrefill:
 
         ``rows``, ``size``: of the pass, as `group` says; the prompts must be short.
         """
-        missing = rows - len(requests)
-        requests = [*requests, *[IDLE] * missing]
-        slots = [*slots, *[self._slots] * missing]  # past the end: nowhere
+        prompts = [request._known.tobytes() for request in requests]
+        # One of each prompt comes first: those are the rows of the pass.
+        order = sorted(range(len(prompts)), key=lambda at: prompts.index(prompts[at]) < at)
+        missing = min(MAX_REQUESTS, self._slots) - len(requests)
+        requests = [*(requests[at] for at in order), *[IDLE] * missing]
+        slots = [*(slots[at] for at in order), *[self._slots] * missing]  # past the end: nowhere
         cache = dataclasses.replace(state.cache, columns=(), pages=())
         packed = self._packed(state, slots, requests, cache, None)
-        static = {"size": size, "config": self.options.config}
+        static = {"rows": rows, "size": size, "config": self.options.config}
         return self._programs(_prefill_slots, self.options.flat, state, packed, **static)
 
     def _max_rows(self, size: int) -> int:
@@ -192,9 +204,14 @@ class SlotPrefill:
 
     # --- others, piece by piece -------------------------------------------------------------------
 
-    def begin(self, prompt: np.ndarray) -> None:
-        """Begin to prefill ``prompt``, in place of any other."""
+    def begin(self, prompt: np.ndarray) -> int:
+        """Begin to prefill ``prompt``, in place of any other, or go on where the row has it.
+
+        Returns how many of its tokens are not in the row yet, the last one included.
+        """
         row, drafter_state, done = self.current_row, None, 0
+        if np.array_equal(prompt, row.prompt):
+            return len(prompt) - row.done
         if (prefix := self._longest(prompt)) is not None:
             row.cache = row.drafter_state = None  # freed before there is another
             row.cache, drafter_state = jax.tree.map(
@@ -203,6 +220,7 @@ class SlotPrefill:
             )
             done = prefix.done
         self.current_row = self._begun(prompt, row.cache, drafter_state, done)
+        return len(prompt) - done
 
     def piece_of(self, row: Row) -> int:
         """Tokens of the next piece of a row, padding included.
@@ -244,11 +262,6 @@ class SlotPrefill:
         """Free a prefix; False where these tokens are none."""
         return self._prefixes.pop(tuple(tokens.tolist()), None) is not None
 
-    def tokens_after_prefix(self, prompt: np.ndarray) -> int:
-        """Prompt tokens after its longest shared prefix, the last one included."""
-        prefix = self._longest(prompt)
-        return len(prompt) - (0 if prefix is None else prefix.done)
-
     def _longest(self, prompt: np.ndarray) -> Row | None:
         """The longest shared prefix that the prompt begins with."""
         fitting = [
@@ -280,6 +293,10 @@ class SlotPrefill:
             drafter_state,
             [request.prompt_tokens for request in requests],
         )
+
+    def _forget_row(self) -> None:
+        """The row has nothing of any prompt."""
+        self.current_row.prompt = np.zeros(0, np.int32)
 
     def _fresh_row(self, prompt: np.ndarray) -> Row:
         """A row with memory of its own, for ``prompt``."""
@@ -319,32 +336,39 @@ def _sum_of(done: Array, lengths: Array) -> Array:
     return done.sum() + lengths.sum()
 
 
-@functools.partial(jax.jit, static_argnames=("size", "config"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("rows", "size", "config"), donate_argnames="state")
 def _prefill_slots(
     models: FlatModels,
     state: DecodeState,
     packed: PackedRows,
+    rows: int,
     size: int,
     config: StepConfig,
 ) -> DecodeState:
-    """``state`` with the prompts of ``packed``, of at most ``size + 1`` tokens, in their slots.
+    """``state`` with the requests of ``packed``, of at most ``size + 1`` tokens, in their slots.
 
-    ``packed`` has no keys and values yet. A slot is written only as far as a prompt may reach.
+    ``packed`` has no keys and values yet. The prompts of its first ``rows`` requests are prefilled;
+    each request takes what the first equal one of them gives. A slot is written only as far as a
+    prompt may reach.
     """
-    rows, slots = packed.unpacked(state)
-    count, capacity = rows.tokens.shape
+    requests, slots = packed.unpacked(state)
+    tokens, lengths = requests.tokens[:rows], requests.cache.lengths[:rows]
+    equal = (requests.tokens[:, None] == tokens[None]).all(axis=2)
+    row_of = jnp.argmax(equal, axis=1)
+    count, capacity = tokens.shape
     drafter_state = init_drafter_state(models, config=config, batch=count, capacity=capacity)
     cache, drafter_state = jax.tree.map(
         lambda x: _short(x, count, size) if isinstance(x, Cache) else x,
-        (dataclasses.replace(state.cache, lengths=rows.cache.lengths), drafter_state),
+        (dataclasses.replace(state.cache, lengths=lengths), drafter_state),
         is_leaf=lambda x: isinstance(x, Cache),
     )
-    args = (models, cache, drafter_state, rows.tokens, jnp.int32(0))
+    args = (models, cache, drafter_state, tokens, jnp.int32(0))
     cache, drafter_state = prefill_chunk(
         *args, config=config, size=size, selects=config.selects_in_prefill
     )
-    rows = dataclasses.replace(rows, cache=cache, draft=drafter_state)
-    return insert_rows(state, rows, slots, lambda whole, rows: _written(whole, rows, slots))
+    cache, drafter_state = jax.tree.map(lambda x: x[row_of], (cache, drafter_state))
+    requests = dataclasses.replace(requests, cache=cache, draft=drafter_state)
+    return insert_rows(state, requests, slots, lambda whole, rows: _written(whole, rows, slots))
 
 
 def _written(whole: Array, rows: Array, slots: Array) -> Array:

@@ -105,6 +105,22 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
 
 
 @pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("aaaaaaaa", (8, 1)),
+        ("a" * 20, (16, 1)),
+        ("aaaab", (5, 8)),
+        ("abcdefgha", (9, 8)),
+        ("abcdefghia", (8, 8)),  # eight that differ
+    ],
+)
+def test_equal_prompts_share_a_row_of_a_pass(tiny, prompts, expected):
+    engine = engine_of(tiny, "none", slots=32, capacity=256, prefill_chunk=256)
+    texts = [np.full(17, ord(name) - ord("a"), np.int32) for name in prompts]
+    assert engine._scheduler.prefill.group(texts) == (*expected, 16)
+
+
+@pytest.mark.parametrize(
     ("lengths", "expected"),
     [
         ([17] * 9, (8, 8, 16)),  # 16 tokens of each, as the first step feeds the last one
@@ -119,7 +135,8 @@ def test_prompts_that_go_in_together_stay_apart(engine, groups):
 )
 def test_short_prompts_share_a_pass_that_has_room_for_them(tiny, lengths, expected):
     engine = engine_of(tiny, "none", slots=32, capacity=256, prefill_chunk=256)
-    assert engine._scheduler.prefill.group(lengths) == expected
+    prompts = [np.full(length, index, np.int32) for index, length in enumerate(lengths)]
+    assert engine._scheduler.prefill.group(prompts) == expected
 
 
 def test_no_pass_is_longer_than_a_slot(tiny):
@@ -127,7 +144,8 @@ def test_no_pass_is_longer_than_a_slot(tiny):
     engine = engine_of(tiny, "none", slots=4, capacity=768, prefill_chunk=8192)
     prefill = engine._scheduler.prefill
     assert prefill._sizes == [48, 192, 768]
-    assert [prefill.group([length])[2] for length in (1, 600, 769)] == [48, 768, 768]
+    texts = [np.ones(length, np.int32) for length in (1, 600, 769)]
+    assert [prefill.group([text])[2] for text in texts] == [48, 768, 768]
     assert not prefill.is_short(np.ones(770, np.int32))
 
 
@@ -327,10 +345,12 @@ def test_the_longest_prefix_serves(engine):
     assert len(text) > 80
     for size in (20, 50, 30):
         engine.share_prefix(text[:size])
-    before = engine.stats.prompt_tokens
-    for use in (1, 2):  # and is left whole
+    for _ in range(2):  # and is left whole
+        # The row still has the last prompt.
+        engine.submit(prompts((90,), seed=9)[0], SamplingParams(max_new_tokens=2)).result()
+        before = engine.stats.prompt_tokens
         assert engine.submit(text, params).result() == known(40).tokens[which]
-        assert engine.stats.prompt_tokens == before + use * (len(text) - 50)
+        assert engine.stats.prompt_tokens == before + len(text) - 50
     for size in (20, 50, 30):
         engine.drop_prefix(text[:size])
     with pytest.raises(ValueError, match="no prefix of these 50 tokens is shared"):

@@ -153,7 +153,7 @@ def test_slots_of_an_engine_select(tiny, queries_and_keys):
         prefill.advance(row)
     prefill.share(row)
     short = [1, 3, 4]
-    count, rows, size = prefill.group([LENGTHS[row] for row in short])
+    count, rows, size = prefill.group([texts[row] for row in short])
     assert (count, rows) == (3, 4)
     requests = [Request(text, PARAMS, (), None) for text in texts]
     state = prefill.fill(state, rows, size, short, [requests[row] for row in short])
