@@ -73,6 +73,8 @@ from .decode.generation import (
 from .decode.generation import (
     generate as generate,
 )
+from .decode.logprobs import Logprobs as Logprobs
+from .decode.logprobs import TokenScores as TokenScores
 from .decode.options import DecodeOptions as DecodeOptions
 from .decode.prefill import fill_slot as fill_slot
 from .decode.prefill import start_decoding as start_decoding
@@ -85,6 +87,7 @@ from .decode.processors import TokenHistory as TokenHistory
 from .decode.request import Request as Request
 from .decode.rows import grow_capacity as grow_capacity
 from .decode.score import score_tokens as score_tokens
+from .decode.score import score_top_tokens as score_top_tokens
 from .decode.settings import PLAIN as PLAIN
 from .decode.settings import StepConfig as StepConfig
 from .decode.state import DecodeState as DecodeState

@@ -280,6 +280,8 @@ class SamplingParams:
         stop_tokens: End the request in addition to the model's stop tokens.
         draft_limit: Most draft tokens of the request per step; None is the step's gamma.
         ignore_eos: Whether the model's stop tokens do not end the request.
+        logprobs: How many of the likeliest tokens to give with each token and its log-probability;
+            0 gives the token alone, None no log-probabilities.
         logit_bias: What is added to the logits of tokens, as ``{token: bias}``; minus infinity bans
             a token. The fields from here on are those of `jspec.LogitsProcessor`: they change the
             logits before the temperature, also of greedy requests.
@@ -303,6 +305,7 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] = ()
     draft_limit: int | None = None
     ignore_eos: bool = False
+    logprobs: int | None = None
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     banned_tokens: tuple[int, ...] = ()
     min_new_tokens: int = 0
@@ -328,6 +331,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
         flag = self.ignore_eos
         require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
+        if self.logprobs is not None:
+            self._whole("logprobs", 0, "must be at least 0; None gives no log-probabilities")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         banned = token_ids("banned_tokens", self.banned_tokens)
         object.__setattr__(self, "banned_tokens", tuple(dict.fromkeys(banned)))

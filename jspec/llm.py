@@ -22,6 +22,7 @@ from jspec.decode.checks import agreed_params, check_requests
 from jspec.decode.draft import NgramDraft, NoDraft
 from jspec.decode.engine import OnUpdate, check_on_update
 from jspec.decode.engine_pool import EnginePool
+from jspec.decode.logprobs import Logprobs, TokenScores
 from jspec.decode.options import DecodeOptions, ResolvedOptions, check_names
 from jspec.decode.request import Request
 from jspec.decode.rows import power_of_two
@@ -58,6 +59,10 @@ class Completion:
             itself, then the most likely tokens at its place, as many as requested, the likeliest
             first. They are laid out as vLLM's, with a number in place of a ``Logprob``. None unless
             requested.
+        logprob_arrays: the same as arrays, and those under the distribution that each token was
+            drawn from. None unless requested.
+        prompt_logprobs: for each token of the prompt the same as in ``logprobs``, None for the
+            first. None unless requested.
     """
 
     text: str
@@ -66,6 +71,8 @@ class Completion:
     seed: int
     steps: int
     logprobs: tuple[dict[int, float], ...] | None = None
+    logprob_arrays: Logprobs | None = None
+    prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
 
 
 class LLM:
@@ -174,6 +181,7 @@ class LLM:
         stop: str | Sequence[str] = (),
         n: int = 1,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> list[Completion]:
         """Complete prompts.
 
@@ -185,8 +193,11 @@ class LLM:
             stop: texts that end an answer, which is cut before the first of them.
             n: completions of each prompt.
             logprobs: how many of the most likely tokens to give with each token, as
-                `Completion.logprobs`; 0 gives the token itself alone, None no log-probabilities.
-                They are the model's, at temperature 1 without filters, and cost another prefill.
+                `Completion.logprobs`; 0 gives the token itself alone, None what ``params`` ask
+                for. They are the model's, at temperature 1 without filters and processors, from the
+                passes that verify the tokens.
+            prompt_logprobs: the same for the tokens of the prompt, None for none. They cost another
+                prefill.
 
         Returns:
             ``n`` completions of the first prompt, then of the second, and so on.
@@ -196,7 +207,7 @@ class LLM:
             ValueError: as `jspec.generate`.
         """
         ids = encode_prompts(self.tokenizer, prompts)
-        return self._complete(ids, params, stop, n, logprobs)
+        return self._complete(ids, params, stop, n, logprobs, prompt_logprobs)
 
     def chat(
         self,
@@ -206,6 +217,7 @@ class LLM:
         stop: str | Sequence[str] = (),
         n: int = 1,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         **settings: Any,
     ) -> list[Completion]:
         """Answer conversations, rendered by the model's chat template.
@@ -217,6 +229,7 @@ class LLM:
             stop: as in `generate`.
             n: as in `generate`.
             logprobs: as in `generate`.
+            prompt_logprobs: as in `generate`.
             **settings: as in `ChatTemplate.render`: ``add_generation_prompt``,
                 ``continue_final_message``, ``chat_template`` and variables of the template, as
                 ``tools=[...]`` or ``enable_thinking=False``.
@@ -231,7 +244,7 @@ class LLM:
         one = not _is_listing(conversations) or isinstance(conversations[0], Mapping)
         several: Any = [conversations] if one else conversations
         ids = [self.encode_chat(messages, **settings) for messages in several]
-        return self._complete(ids, params, stop, n, logprobs)
+        return self._complete(ids, params, stop, n, logprobs, prompt_logprobs)
 
     def stream(
         self,
@@ -299,13 +312,16 @@ class LLM:
             template = ChatTemplate({}, self.tokenizer.special_tokens, "chat_template")
         return template.encode(self.tokenizer, messages, **settings)
 
-    def _complete(self, prompts, params, stop, n, logprobs) -> list[Completion]:
+    def _complete(self, prompts, params, stop, n, logprobs, prompt_logprobs) -> list[Completion]:
         if (whole_number(n) or 0) < 1:
             raise ValueError(f"n={shown(n)} must be a whole number, at least 1")
-        stop, top = _texts(stop), self._checked_logprobs(logprobs)
+        stop, asked = _texts(stop), {}
+        if (count := self._checked_logprobs("logprobs", logprobs)) is not None:
+            asked["logprobs"] = count
+        of_prompt = self._checked_logprobs("prompt_logprobs", prompt_logprobs)
         # Every prompt gets a seed; its other answers take the seeds that follow.
         params = [
-            dataclasses.replace(p, seed=(p.seed + sample) % 2**32)
+            dataclasses.replace(p, seed=(p.seed + sample) % 2**32, **asked)
             for p in agreed_params(self._models, list(map(np.asarray, prompts)), params, n)
             if p.seed is not None
             for sample in range(n)
@@ -325,40 +341,38 @@ class LLM:
         finally:
             self._engines.cancel(requests)
         completions = [x.close(request) for x, request in zip(answers, requests, strict=True)]
-        return completions if top is None else self._scored(ids, completions, top)
+        if of_prompt is None:
+            return completions
+        scores = self._scores(prompts, of_prompt)
+        by_prompt = [
+            (None, *score.by_token(ids[1:])) for ids, score in zip(prompts, scores, strict=True)
+        ]
+        return [
+            dataclasses.replace(one, prompt_logprobs=by_prompt[index // n])
+            for index, one in enumerate(completions)
+        ]
 
-    def _scored(self, prompts, completions: list[Completion], top: int) -> list[Completion]:
-        """``completions`` with log-probabilities."""
-        texts = [[*ids, *one.tokens] for ids, one in zip(prompts, completions, strict=True)]
-        scores, size = [], min(self._batch, power_of_two(len(texts)))
-        for begin in range(0, len(texts), size):
-            part = texts[begin : begin + size]
+    def _scores(self, prompts: Sequence[Sequence[int]], count: int) -> list[TokenScores]:
+        """Scores of the tokens of ``prompts``, with ``count`` of the likeliest at each."""
+        scores, size = [], min(self._batch, power_of_two(len(prompts)))
+        for begin in range(0, len(prompts), size):
+            part = list(prompts[begin : begin + size])
             filled = part + [part[0]] * (size - len(part))  # so that a program serves all calls
             scores += score_top_tokens(
                 self.model,
                 filled,
-                top,
+                count,
                 backends=self._options.get("backends", Backends()),
                 exact=self._options.get("exact", False),
             )[: len(part)]
-        scored = []
-        for score, one in zip(scores, completions, strict=True):
-            begin = len(score.logprobs) - len(one.tokens)
-            chosen = zip(one.tokens, score.logprobs[begin:].tolist(), strict=True)
-            likely = zip(score.top_tokens[begin:], score.top_logprobs[begin:], strict=True)
-            logprobs = tuple(
-                {token: value} | dict(zip(ids.tolist(), values.tolist(), strict=True))
-                for (token, value), (ids, values) in zip(chosen, likely, strict=True)
-            )
-            scored.append(dataclasses.replace(one, logprobs=logprobs))
-        return scored
+        return scores
 
-    def _checked_logprobs(self, logprobs: int | None) -> int | None:
+    def _checked_logprobs(self, name: str, logprobs: int | None) -> int | None:
         """``logprobs`` as `generate` takes it; raises `ValueError` for anything else."""
         count, limit = whole_number(logprobs), self.model.config.vocab_size
         if logprobs is not None and (count is None or not 0 <= count <= limit):
             raise ValueError(
-                f"logprobs={shown(logprobs)} must be how many of the {limit} tokens to give with "
+                f"{name}={shown(logprobs)} must be how many of the {limit} tokens to give with "
                 "each token: 0 for the token itself alone, or None for no log-probabilities"
             )
         return count
@@ -400,7 +414,9 @@ class _Answer:
         seed = request.params.seed
         assert why is not None
         assert seed is not None
-        return Completion(self._row.text, request.tokens, why, seed, request.steps)
+        arrays, tokens = request.logprobs, request.tokens
+        logprobs = None if arrays is None else arrays.model.by_token(tokens)
+        return Completion(self._row.text, tokens, why, seed, request.steps, logprobs, arrays)
 
 
 @contextlib.contextmanager

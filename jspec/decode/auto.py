@@ -308,7 +308,8 @@ def choice_of(
     batch, capacity = state.tokens.shape
     model = (structure, tuple((x.shape, x.dtype) for x in leaves))
     processors = state.processing and state.processing.processors
-    key = (config, ladder, batch, capacity.bit_length(), state.mode, processors, model)
+    static = (state.mode, state.logprobs, processors)
+    key = (config, ladder, batch, capacity.bit_length(), static, model)
     with _LOCK:
         choice = _CHOICES.pop(key, None)
         if choice is None:

@@ -190,6 +190,11 @@ def check_request(models: Models, prompt: Prompt, params: SamplingParams) -> Non
             f"the prompt holds token {low if low < 0 else high}, outside the vocabulary "
             f"0..{config.vocab_size - 1}"
         )
+    if params.logprobs is not None and params.logprobs > config.vocab_size:
+        raise ValueError(
+            f"logprobs={params.logprobs} must be at most the {config.vocab_size} tokens that there "
+            "are"
+        )
     biased = [*params.banned_tokens, *dict(params.logit_bias)]
     if biased and max(biased) >= config.vocab_size:
         raise ValueError(
@@ -225,6 +230,11 @@ def mode_of(params: Sequence[SamplingParams]) -> SamplingMode:
 def strongest(modes: Sequence[SamplingMode]) -> SamplingMode:
     """The one of ``modes`` that serves all of them."""
     return MODES[max(map(MODES.index, modes))]
+
+
+def logprobs_of(params: Sequence[SamplingParams]) -> int | None:
+    """The largest ``logprobs`` of a batch, None where no request asks for any."""
+    return max((p.logprobs for p in params if p.logprobs is not None), default=None)
 
 
 def sampling_of(params: Sequence[SamplingParams]) -> Sampling:

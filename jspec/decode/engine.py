@@ -58,6 +58,8 @@ class Engine:
         slots: Requests that decode at the same time.
         capacity: Most positions of a request, prompt and new tokens.
         stop_tokens: Most stop tokens of a request, the model's included.
+        logprobs: Most of the likeliest tokens that a request asks for by ``params.logprobs``; None
+            refuses requests that ask for log-probabilities.
         prefill_chunk: Prompt tokens per free slot and step; None is 512, 2048 for a model of up to
             256 MiB, and 256 on a CPU.
         on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
@@ -80,6 +82,7 @@ class Engine:
         slots: int,
         capacity: int,
         stop_tokens: int = 16,
+        logprobs: int | None = None,
         prefill_chunk: int | None = None,
         on_compile: OnCompile | None = None,
         **options: Unpack[DecodeOptions],
@@ -97,9 +100,12 @@ class Engine:
                 "model's own"
             )
         self.stop_tokens = stop_tokens
+        asking = SamplingParams(max_new_tokens=1, logprobs=logprobs)
+        check_request(resolved.models, [0], asking)  # a request may ask for as many
+        self.logprobs = asking.logprobs
         self._variables = variables_of(Models(model, options.get("draft_model")))
         self._options = resolved
-        self._runner = Runner(resolved, slots, on_compile)
+        self._runner = Runner(resolved, slots, on_compile, logprobs=self.logprobs)
         self._prefix_tokens = 0
         self._is_at_work, self.is_closed, self._has_cache = False, False, True
         with self._memory():
@@ -154,6 +160,12 @@ class Engine:
             raise ValueError(
                 f"the request has {len(stops)} stop tokens, the model's included, and the engine "
                 f"room for stop_tokens={self.stop_tokens}; make it with more"
+            )
+        most = -1 if self.logprobs is None else self.logprobs
+        if params.logprobs is not None and params.logprobs > most:
+            raise ValueError(
+                f"the request asks for logprobs={params.logprobs}, and the engine was made with "
+                f"logprobs={self.logprobs}; make it with as many"
             )
         request = Request(ids.astype(np.int32), params, stops, on_tokens, self)
         self._scheduler.add(request)

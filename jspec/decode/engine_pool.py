@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from jspec.config import SamplingParams
-from jspec.decode.checks import Prompt
+from jspec.decode.checks import Prompt, logprobs_of
 from jspec.decode.engine import Engine, OnUpdate
 from jspec.decode.options import DecodeOptions
 from jspec.decode.processors import completed
@@ -108,13 +108,15 @@ class EnginePool:
         for size, engine in sorted(self.engines.items()):
             fits = size == slots or 1 < slots < size
             serves = completed(engine.processors, params) == engine.processors
+            serves &= logprobs_of([*params, asking(engine)]) == engine.logprobs
             if fits and serves and engine.capacity >= positions and engine.stop_tokens >= stops:
                 return engine
-        processors = self._options.get("processors", ())
+        processors, logprobs = self._options.get("processors", ()), logprobs_of(params)
         if slots in self.engines:
             before = self.engines.pop(slots)
             positions, stops = max(positions, before.capacity), max(stops, before.stop_tokens)
             processors = before.processors
+            logprobs = logprobs_of([*params, asking(before)])
             del before  # its memory is free for the next one, unless requests decode in it
         capacity = room_for(positions)
         self.engines = {
@@ -128,9 +130,15 @@ class EnginePool:
             slots=slots,
             capacity=capacity,
             stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
+            logprobs=logprobs,
             **options,
         )
         return self.engines[slots]
+
+
+def asking(engine: Engine) -> SamplingParams:
+    """Parameters that ask for as many log-probabilities as the engine can give."""
+    return SamplingParams(logprobs=engine.logprobs)
 
 
 def room_for(positions: int) -> int:

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jspec.config import SamplingParams
-from jspec.decode.checks import Prompt, agreed_params, as_ids, check_requests
+from jspec.decode.checks import Prompt, agreed_params, as_ids, check_requests, logprobs_of
 from jspec.decode.convert_state import convert_state
+from jspec.decode.logprobs import Logprobs
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.processors import LogitsProcessor, completed
@@ -41,6 +42,8 @@ class Generation:
         stats: Statistics of these tokens.
         steps: Verification steps of each row; ``len(tokens[row]) / steps[row]`` is the row's mean
             accepted length.
+        logprobs: `Logprobs` of each row, numpy arrays; None for a row whose ``params`` ask for
+            none.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -48,6 +51,7 @@ class Generation:
     seeds: tuple[int, ...]
     stats: Stats
     steps: tuple[int, ...]
+    logprobs: tuple[Logprobs | None, ...]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -115,7 +119,8 @@ def generate(
     for index, (prompt, row) in enumerate(zip(ids, rows, strict=True)):
         callback = None if on_tokens is None else functools.partial(on_tokens, index)
         requests.append(Request(prompt, row, stops_of(row, ends), callback))
-    runner, prompt_tokens = Runner(resolved, len(ids), on_compile, together=True), 0
+    settings = {"together": True, "logprobs": logprobs_of(rows)}
+    runner, prompt_tokens = Runner(resolved, len(ids), on_compile, **settings), 0
     needed = max(len(prompt) + row.max_new_tokens for prompt, row in zip(ids, rows, strict=True))
     size = f"{len(ids)} prompts at a time, the longest of {needed} tokens with max_new_tokens"
     way_out = "give fewer prompts at a time, shorten them, lower max_new_tokens"
@@ -177,6 +182,7 @@ def _generation(runner: Runner, requests: Sequence[Request], prompt_tokens: int)
         seeds=tuple(x.params.seed for x in requests if x.params.seed is not None),
         stats=runner.stats(len(requests), prompt_tokens),
         steps=tuple(request.steps for request in requests),
+        logprobs=tuple(request.logprobs for request in requests),
     )
 
 

@@ -252,7 +252,9 @@ def fill_slot(
             f"the request has {count} stop tokens, the batch has room for {room}; start it with a "
             "request of as many"
         )
-    state = dataclasses.replace(state, mode=strongest([state.mode, one.mode]))
+    counts = [x.logprobs for x in (state, one) if x.logprobs is not None]
+    mode = strongest([state.mode, one.mode])
+    state = dataclasses.replace(state, mode=mode, logprobs=max(counts, default=None))
     packed = packed_rows(state, [index], ids, rows, ends, one.cache, one.draft)
     return insert_row(state, packed, index)
 

@@ -6,9 +6,11 @@ import collections
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jspec.config import SamplingParams, shown, whole_number
+from jspec.decode.logprobs import Logprobs
 
 if TYPE_CHECKING:
     from jspec.decode.engine import Engine
@@ -50,6 +52,8 @@ class Request:
         self._tokens: list[int] = []
         self._versions: list[int] = []  # of the weights that made each token
         self._version = 0  # of the weights that make its next tokens
+        self._logprobs: list[Logprobs] = []  # of the tokens of each chunk
+        self._new_logprobs: Logprobs | None = None  # of the tokens of the chunk that is read
         self._offered: tuple[int, ...] = ()  # what the running callback was called with
         self.steps = 0
 
@@ -72,6 +76,12 @@ class Request:
         """Its prompt and tokens, int32 ``[n]``, which prefill takes."""
         new = np.array(self._tokens, np.int32)
         return np.append(self._prompt, new) if len(new) else self._prompt
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """Log-probabilities of the tokens so far, numpy arrays; None unless ``params`` ask."""
+        count = self.params.logprobs
+        return None if count is None else Logprobs.joined(self._logprobs, count)
 
     @property
     def _length(self) -> int:
@@ -153,7 +163,10 @@ class Request:
     def _append(self, new: tuple[int, ...]) -> None:
         self._tokens.extend(new)
         self._versions.extend([self._version] * len(new))
+        if new and self._new_logprobs is not None:
+            self._logprobs.append(jax.tree.map(lambda x: x[: len(new)], self._new_logprobs))
 
     def _end(self, why: str) -> None:
         # A request may outlive the engine: it must not hold it, nor what its callback holds.
         self.finished, self._engine, self._prompt, self._on_tokens = why, None, None, None
+        self._new_logprobs = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -48,6 +49,8 @@ class Runner:
         options: Options of decoding.
         count: Slots.
         on_compile: As in `jspec.generate`.
+        logprobs: How many of the likeliest tokens a chunk scores where a request asks for
+            log-probabilities; None where none does.
         together: Whether all requests begin together and are one call of `jspec.generate`: the call
             ends with the last of them, and an error of a callback ends all.
 
@@ -67,10 +70,12 @@ class Runner:
         count: int,
         on_compile: OnCompile | None = None,
         *,
+        logprobs: int | None = None,
         together: bool = False,
     ) -> None:
         self.slots: list[Request | None] = [None] * count
         self.chunks = Chunks(options, count, on_compile, together=together)
+        self._logprobs = logprobs
         self._tally = Tally(options.config.gamma)
         self._is_done = np.zeros(count, bool)  # on the device, after the chunks that were read
 
@@ -107,9 +112,9 @@ class Runner:
     def warm(self) -> None:
         """Compile the steps of all modes. All slots must be free."""
         state = _with_done(self.state, np.ones(len(self.slots), bool))
-        for mode in MODES:
-            state = self.chunks.warmed(dataclasses.replace(state, mode=mode))
-        self.state = dataclasses.replace(state, mode=self.state.mode)
+        for mode, logprobs in itertools.product(MODES, {None, self._logprobs}):
+            state = self.chunks.warmed(dataclasses.replace(state, mode=mode, logprobs=logprobs))
+        self.state = dataclasses.replace(state, mode=self.state.mode, logprobs=None)
         self._is_done[:] = True
 
     def fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
@@ -167,7 +172,12 @@ class Runner:
         """Give the device a chunk of steps, with room for all that it may commit."""
         mode = self.state.mode
         modes: list[SamplingMode] = [x.params.mode for x in self.slots if x is not None]
-        state = dataclasses.replace(self.state, mode=strongest([mode, *modes]))
+        asked = any(x is not None and x.params.logprobs is not None for x in self.slots)
+        state = dataclasses.replace(
+            self.state,
+            mode=strongest([mode, *modes]),
+            logprobs=self._logprobs if asked else None,
+        )
         if (idle := self._idle()) is not None:
             state, self._is_done = _with_done(state, idle), idle
         capacity = state.tokens.shape[1]
@@ -176,7 +186,7 @@ class Runner:
             state = grow_capacity(state, capacity, self.chunks.options.config)
         state, chunk = self.chunks.start(state, self._left())
         chunk.requests = list(self.slots)
-        self.state = dataclasses.replace(state, mode=mode)
+        self.state = dataclasses.replace(state, mode=mode, logprobs=None)
 
     def _looks_ahead(self, waiting: bool) -> bool:
         """Whether to start the next chunk before the running one is read.
@@ -242,6 +252,12 @@ class Runner:
         """Give each live request its new tokens, up to where its callback ends it."""
         done = record.done[-1]
         blocks = {slot: record.tokens[:, slot] for slot in live}
+        for slot, request in live.items():
+            if request.params.logprobs is not None:
+                is_token = blocks[slot] >= 0
+                request._new_logprobs = jax.tree.map(
+                    lambda x, slot=slot, is_token=is_token: x[:, slot][is_token], record.logprobs
+                )
         new_tokens = {slot: tuple(block[block >= 0].tolist()) for slot, block in blocks.items()}
         answers: Iterable[int | None] = (
             self._ask(request, new_tokens[slot]) for slot, request in live.items()

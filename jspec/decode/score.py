@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
 from jspec.decode.checks import agreed_params, as_ids, check_exact, check_models, check_requests
 from jspec.decode.draft import NoDraft
+from jspec.decode.logprobs import Logprobs, TokenScores, token_scores
 from jspec.decode.on_mesh import jit_steps, layouts_for, mesh_model, on_mesh_of
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.rows import padded
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models, vocabulary_axes
 from jspec.dispatch import Backends
-from jspec.ops.vocabulary import Axes, Vocabulary
 from jspec.policies.dense import DenseAttend
 from jspec.sharding import place
 from jspec.typing import Array, Model
@@ -55,21 +54,6 @@ def score_tokens(
     return [score.logprobs for score in scores]
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenScores:
-    """Log-probabilities at each token of a text but the first, natural logarithms.
-
-    Attributes:
-        logprobs: float32 ``[n - 1]``, of the tokens of the text.
-        top_tokens: int32 ``[n - 1, count]``, the likeliest tokens there, the likeliest first.
-        top_logprobs: float32 ``[n - 1, count]``, of these.
-    """
-
-    logprobs: np.ndarray
-    top_tokens: np.ndarray
-    top_logprobs: np.ndarray
-
-
 def score_top_tokens(
     model: Model,
     texts: Sequence[Sequence[int]],
@@ -78,7 +62,21 @@ def score_top_tokens(
     backends: Mapping[str, str] = Backends(),
     exact: bool = False,
 ) -> list[TokenScores]:
-    """`score_tokens`, and the ``count`` likeliest tokens at each position."""
+    """`score_tokens`, and the ``count`` likeliest tokens at each position.
+
+    Args:
+        model: As in `score_tokens`.
+        texts: As in `score_tokens`.
+        count: How many of the likeliest tokens to give with each token.
+        backends: As in `score_tokens`.
+        exact: As in `score_tokens`.
+
+    Returns:
+        For each text its `TokenScores`, shorter than the text by one.
+
+    Raises:
+        ValueError: As `score_tokens` does.
+    """
     models, ids = Models(model), as_ids(texts)
     if not ids:
         return []
@@ -97,21 +95,19 @@ def score_top_tokens(
     sharding = None if on_mesh is None else on_mesh.placing
     cache = Cache.create(model.config.layers, layouts, len(ids), model.dtype, sharding=sharding)
     cache = place({"cache": cache}, sharding)["cache"]
-    chunks: list[tuple[np.ndarray, ...]] = []
+    chunks: list[TokenScores] = []
     for begin in range(0, int(lengths.max()) - 1, CHUNK):
         index = begin + np.arange(CHUNK)
         positions = np.where(index < (lengths - 1)[:, None], index, -1).astype(np.int32)
         piece = tokens[:, begin : begin + CHUNK]
         following = np.pad(tokens[:, begin + 1 : begin + 1 + CHUNK], ((0, 0), (0, 1)))[:, :CHUNK]
         cache, part = _score_chunk(model, cache, piece, positions, following, config, count)
-        chunks.append(tuple(map(np.asarray, part)))
+        chunks.append(jax.tree.map(np.asarray, part))
     if not chunks:
-        none = np.zeros((len(ids), 0), np.float32)
-        top = np.zeros((len(ids), 0, count))
-        chunks = [(none, top.astype(np.int32), top.astype(np.float32))]
-    arrays = [np.concatenate(parts, axis=1) for parts in zip(*chunks, strict=True)]
+        chunks = [jax.tree.map(np.asarray, Logprobs.empty((len(ids), 0), count).model)]
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *chunks)
     return [
-        TokenScores(*(array[row, : length - 1] for array in arrays))
+        jax.tree.map(lambda x, row=row, end=length - 1: x[row, :end], whole)
         for row, length in enumerate(lengths)
     ]
 
@@ -125,8 +121,8 @@ def _score_chunk(
     following: Array,
     config: StepConfig,
     count: int,
-) -> tuple[Cache, tuple[Array, Array, Array]]:
-    """Append ``tokens [B, T]``; returns the arrays of `TokenScores`, ``[B, T, ...]``.
+) -> tuple[Cache, TokenScores]:
+    """Append ``tokens [B, T]``; returns the scores of ``following``, ``[B, T, ...]``.
 
     ``following [B, T]``: the tokens after them.
     """
@@ -136,35 +132,8 @@ def _score_chunk(
             attend = DenseAttend(positions)
             hidden, cache = model(tokens, positions, attend, cache)
             logits = model.logits(hidden).astype(jnp.float32)
-        return cache, _log_probabilities(logits, following, count, vocabulary_axes(model))
+        return cache, token_scores(logits, following, count, vocabulary_axes(model))
 
-    top = jnp.zeros((*tokens.shape, count))
-    like = cache, (jnp.zeros(tokens.shape), top.astype(jnp.int32), top)
+    like = cache, Logprobs.empty(tokens.shape, count).model
     arguments = (model, cache, tokens, positions, following)
     return on_mesh_of(model, config, piece, *arguments, like=like)
-
-
-def _log_probabilities(
-    logits: Array, tokens: Array, count: int, axes: Axes | None
-) -> tuple[Array, Array, Array]:
-    """The arrays of `TokenScores` by ``logits [B, T, V]``, sharded over ``axes``."""
-    vocabulary = Vocabulary(logits.shape[-1], axes)
-    highest = vocabulary.max(logits.max(axis=-1))
-    total = vocabulary.sum(_sum_by_halves(jnp.exp(logits - highest[..., None])))
-    log_total = jnp.log(total)
-    top, top_tokens = vocabulary.top(logits, count)
-    chosen = vocabulary.of_tokens(logits, tokens) - highest - log_total
-    return chosen, top_tokens, top - highest[..., None] - log_total[..., None]
-
-
-def _sum_by_halves(x: Array) -> Array:
-    """The sum over the last axis. Its order, unlike that of a reduction, is that of its size alone.
-
-    So the bits of a row do not depend on its batch. The barriers keep the halves apart: fused, each
-    number of the last one would compute all those before it.
-    """
-    while x.shape[-1] > 1:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
-        first, second = jnp.split(x, 2, axis=-1)
-        x = lax.optimization_barrier(first + second)
-    return x[..., 0]

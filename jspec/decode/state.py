@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache
 from jspec.config import SamplingMode
+from jspec.decode.logprobs import Logprobs
 from jspec.decode.processors import Processing
 from jspec.ops.sample import Sampling
 from jspec.ops.vocabulary import Axes
@@ -88,9 +89,12 @@ class StepRecord:
         committed: int32 ``[B]``: tokens committed per row.
         tokens: int32 ``[B, gamma + 1]``: the committed tokens, -1 after them.
         done: bool ``[B]``: rows that have ended by then.
+        logprobs: Log-probabilities of ``tokens``, arrays ``[B, gamma + 1, ...]``; None where
+            `DecodeState.logprobs` asks for none.
     """
 
     packed: Array
+    logprobs: Logprobs | None = None
 
     @classmethod
     def of(cls, drafted: Array, done: Array, committed: Array) -> StepRecord:
@@ -124,7 +128,7 @@ class StepRecord:
     data_fields=(
         "cache tokens limits done sampling stop_tokens draft_limits draft processing".split()
     ),
-    meta_fields=["mode", "exact"],
+    meta_fields=["mode", "exact", "logprobs"],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -141,6 +145,8 @@ class DecodeState:
         draft_limits: int32 ``[B]``: most draft tokens per step.
         draft: The drafter's own pytree, None where it has none.
         processing: Logits processors and their settings, None without any.
+        logprobs: How many of the likeliest tokens steps score with each token that they commit,
+            static; None for no log-probabilities.
         mode: How much sampling the rows need, static: ``greedy`` (argmax only), ``sampled`` or
             ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which
             of the sufficient modes runs.
@@ -158,6 +164,7 @@ class DecodeState:
     mode: SamplingMode
     exact: bool
     processing: Processing | None = None
+    logprobs: int | None = None
 
     @property
     def lengths(self) -> Array:

@@ -14,6 +14,7 @@ from jspec.decode.checks import check_started
 from jspec.decode.draft import Drafted, NoDraft, TargetPass
 from jspec.decode.draft.autoregressive import within_limits
 from jspec.decode.draft.drafter import learn_with
+from jspec.decode.logprobs import Logprobs, verified_logprobs
 from jspec.decode.on_mesh import jit_steps, mesh_model, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
@@ -120,7 +121,7 @@ def decode_step(
     Takes what `speculative_step` takes, and donates nothing. Returns the state after the step, and
     its `StepRecord`.
     """
-    like = state, StepRecord(state.done[:, None])
+    like = state, StepRecord(state.done[:, None], _empty_logprobs(state, 1))
     models = Models.of(models)
     with config.of_models():
         body = functools.partial(_step, config)
@@ -159,7 +160,8 @@ def _narrowest_step(
     """
     is_wide = drafted.lengths.any().astype(jnp.int32)
     zeros = jnp.zeros_like(state.done, jnp.int32)[:, None]
-    carry = state, StepRecord(jnp.broadcast_to(zeros, (len(zeros), config.gamma + 5)))
+    packed = jnp.broadcast_to(zeros, (len(zeros), config.gamma + 5))
+    carry = state, StepRecord(packed, _empty_logprobs(state, config.gamma + 1))
     for step, begin, end in ((_plain_step, is_wide, 1), (_verified_step, 0, is_wide)):
         carry = lax.fori_loop(
             begin, end, lambda _, carry, step=step: step(config, models, carry[0], drafted), carry
@@ -174,7 +176,18 @@ def _plain_step(
     plain, batch = dataclasses.replace(config, gamma=0), len(state.tokens)
     state, record = _verified_step(plain, models, state, Drafted.empty(batch, 0))
     padding = jnp.full((batch, config.gamma), -1, jnp.int32)
-    return state, StepRecord(jnp.concatenate([record.packed, padding], axis=1))
+    logprobs = jax.tree.map(
+        lambda x: jnp.pad(x, [(0, 0), (0, config.gamma), *[(0, 0)] * (x.ndim - 2)]),
+        record.logprobs,
+    )
+    return state, StepRecord(jnp.concatenate([record.packed, padding], axis=1), logprobs)
+
+
+def _empty_logprobs(state: DecodeState, tokens: int) -> Logprobs | None:
+    """Log-probabilities of so many tokens a row, zeros, in the structure of a record's."""
+    if state.logprobs is None:
+        return None
+    return Logprobs.empty((len(state.tokens), tokens), state.logprobs)
 
 
 def _verified_step(
@@ -184,9 +197,13 @@ def _verified_step(
     logits, state, target_pass = run_target(models, state, drafted, config)
     before = state.cache.lengths
     axes = vocabulary_axes(models.target)
+    of_model = logits
     if state.processing is not None:
         logits = state.processing.process(logits, drafted.tokens, axes)
     verified, state, record = verify(state, drafted, logits, config, axes)
+    if state.logprobs is not None:
+        logprobs = verified_logprobs(state, of_model, logits, record.tokens, axes)
+        record = dataclasses.replace(record, logprobs=logprobs)
     if state.processing is not None:
         state = dataclasses.replace(state, processing=state.processing.extended(record.tokens))
     after, max_new = state.cache.lengths, config.gamma + 1

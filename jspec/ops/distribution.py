@@ -93,16 +93,9 @@ def distribution(
     with a threshold are kept. A greedy row has all mass on its first largest logit.
     ``filtered=False`` promises that no row uses a filter, and saves the search for thresholds.
     """
-    tiles = vocabulary.tiles(cleaned(logits), -jnp.inf)
-    top = jnp.maximum(vocabulary.tile_max(tiles.max(axis=-1)), -LARGEST)
-    largest = vocabulary.max(top.max(axis=-1, keepdims=True))
     greedy = settings.rate[:, None, None] == 0
     rate = jnp.where(greedy, 1, settings.rate[:, None, None])
-    exponent = power(top, rate).whole
-    weights = _weights(power(tiles, rate[..., None]), exponent[..., None])
-    weights = jnp.where(tiles > -jnp.inf, weights, 0)
-    below = vocabulary.max(exponent.max(axis=-1, keepdims=True)) - exponent
-    shift = lax.bitcast_convert_type(below, jnp.uint32) + vocabulary.guard_bits
+    tiles, largest, weights, shift = _weighted(logits, rate, vocabulary)
     if filtered:
         threshold = _threshold(tiles, largest, weights, shift, rate, settings, vocabulary)
         weights = jnp.where(keys(tiles) >= threshold, weights, 0)
@@ -122,6 +115,39 @@ def distribution(
     )
     # Without it XLA computes the weights again for each use, which takes minutes to compile.
     return lax.optimization_barrier(rows)
+
+
+def _weighted(
+    logits: Array, rate: Array, vocabulary: Vocabulary
+) -> tuple[Array, Array, Array, Array]:
+    """``logits`` in tiles, the largest of a row ``[B, T, 1]``, and the weights without filters.
+
+    Weights and shift as in `TokenDistribution`; ``rate`` float32 ``[B, 1, 1]``, positive.
+    """
+    tiles = vocabulary.tiles(cleaned(logits), -jnp.inf)
+    top = jnp.maximum(vocabulary.tile_max(tiles.max(axis=-1)), -LARGEST)
+    largest = vocabulary.max(top.max(axis=-1, keepdims=True))
+    exponent = power(top, rate).whole
+    weights = _weights(power(tiles, rate[..., None]), exponent[..., None])
+    weights = jnp.where(tiles > -jnp.inf, weights, 0)
+    below = vocabulary.max(exponent.max(axis=-1, keepdims=True)) - exponent
+    shift = lax.bitcast_convert_type(below, jnp.uint32) + vocabulary.guard_bits
+    return tiles, largest, weights, shift
+
+
+@in_64_bits
+def smallest_kept(logits: Array, settings: Settings, vocabulary: Vocabulary) -> Array:
+    """The smallest of ``logits [B, T, size]`` that all filters keep, float32 ``[B, T]``.
+
+    Minus infinity in rows without a filter; any number in greedy ones.
+    """
+    rate = settings.rate[:, None, None]
+    rate = jnp.where(rate == 0, 1, rate)
+    tiles, largest, weights, shift = _weighted(logits, rate, vocabulary)
+    # Else XLA computes the weights again for each step of the bisections.
+    weights = lax.optimization_barrier(weights)
+    key = _threshold(tiles, largest, weights, shift, rate, settings, vocabulary)
+    return _logit_of(key)[..., 0, 0]
 
 
 @in_64_bits

@@ -40,6 +40,11 @@ class Vocabulary:
         return jnp.int32(index * self.size)
 
     @property
+    def ids(self) -> Array:
+        """The tokens of this shard, int32 ``[size]``."""
+        return self._start + jnp.arange(self.size, dtype=jnp.int32)
+
+    @property
     def _tile_ids(self) -> Array:
         touched = -(-self.size // TILE) + (1 if self._ragged else 0)
         return self._start // TILE + jnp.arange(touched, dtype=jnp.int32)

@@ -209,3 +209,38 @@ def test_scores_are_of_the_same_logits_on_a_gpu(bundled):
     together = jspec.score_tokens(bundled, texts, exact=True)
     for text, row in zip(texts, together, strict=True):
         np.testing.assert_array_equal(jspec.score_tokens(bundled, [text], exact=True)[0], row)
+
+
+def assert_scores_equal(model, texts, generation: jspec.Generation, count: int) -> None:
+    """The generation's log-probabilities have the bits of those of another pass."""
+    whole = [[*text, *new] for text, new in zip(texts, generation.tokens, strict=True)]
+    scores = jspec.score_top_tokens(model, whole, count, exact=True)
+    for text, score, got in zip(texts, scores, generation.logprobs, strict=True):
+        assert got is not None
+        for ours, theirs in zip(jax.tree.leaves(got.model), jax.tree.leaves(score), strict=True):
+            np.testing.assert_array_equal(ours, theirs[len(text) - 1 :])
+
+
+def test_log_probabilities_have_the_bits_of_scores_in_the_interpreter(interpreting):
+    one = dataclasses.replace(SMALL, layers=SMALL.layers[:1])
+    model, texts = make_decoder(one, seed=1, embedding=400.0, head=4.0), prompts((9,))
+    params = SamplingParams(max_new_tokens=4, temperature=0.8, seed=1, logprobs=2)
+    got = jspec.generate(model, texts, params, draft=NGRAM, gamma=2, exact=True, steps_per_chunk=1)
+    assert_scores_equal(model, texts, got, 2)
+
+
+@pytest.mark.parametrize(
+    "calls", [1, pytest.param(8, marks=pytest.mark.slow)], ids=["128k", "a-million"]
+)
+def test_log_probabilities_have_the_bits_of_scores_on_a_gpu(calls, bundled):
+    """Of 128,000 tokens a call, greedy and sampled."""
+    texts = prompts([5 + 3 * (i % 32) for i in range(256)], vocabulary=256)
+    for call in range(calls):
+        params = [
+            SamplingParams(500, temperature=(i % 2) * 0.9, seed=i + 256 * call, ignore_eos=True)
+            for i in range(256)
+        ]
+        params = [dataclasses.replace(one, logprobs=3) for one in params]
+        got = jspec.generate(bundled, texts, params, draft=NGRAM, gamma=4, exact=True)
+        assert sum(map(len, got.tokens)) == 128_000
+        assert_scores_equal(bundled, texts, got, 3)
