@@ -40,6 +40,7 @@ from bench import (
     verify,
 )
 from bench.drafters import BY_A_MODEL
+from bench.helix import shapes
 from bench.machine import describe
 from bench.settings import Settings, console
 from bench.suite import OperationBenchmark, Suite
@@ -48,7 +49,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(verify, pack, attention, select, hata, linear),
-        *(decode, real, serving, defaults, helix, quality, counters),
+        *(decode, real, serving, defaults, helix, shapes, quality, counters),
     )
 }
 ALONE = (real.SUITE.name, counters.SUITE.name)  # needs a model, needs ncu

@@ -51,11 +51,15 @@ PLAIN, ALONE = "plain", "verification"
 DRAFTS = tuple(name for name, text in ALL.items() if ">" not in text and text not in ALL)
 USUAL = ("vegas", "vegas-first", "streaming", "quest", "specextend", "vegas-int8", "vegas-mxfp4")
 READS = ("dense", "hata", "quest_32", "loki", "magicpig", "exact_topk", "streaming")
-CHOICES = {"model": tuple(MODELS), "exact": ("no", "yes"), "sampling": tuple(SAMPLING)}
+MODEL_NAMES = tuple(name for name, config in MODELS.items() if config.latent is None)
+CHOICES = {"model": MODEL_NAMES, "exact": ("no", "yes"), "sampling": tuple(SAMPLING)}
 SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K")
 SMALL = "qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b"
-OTHERS = ("tiny", "llama-2-7b", "smollm2-135m", "qwen2.5-coder-0.5b")  # by `--case` alone
-SHAPES = tuple(name for name in MODELS if name not in OTHERS)
+OTHERS = (  # by `--case` alone
+    *("tiny", "llama-2-7b", "smollm2-135m", "qwen2.5-coder-0.5b"),
+    *("qwen3-8b-2kv", "qwen3-8b-1kv"),
+)
+SHAPES = tuple(name for name in MODEL_NAMES if name not in OTHERS)
 
 
 def benchmark_of(

@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from jspec.config import LayerSpec, ModelConfig
-from jspec.parts import ClampedSwiGLU, Experts, Rope, RopeScaling
+from jspec.parts import ClampedSwiGLU, Experts, Latent, Rope, RopeScaling
 
 CONTEXT = 131072  # of every model here; those that reach it by YaRN take no more time
 
@@ -93,6 +93,29 @@ def _gemma3(
         centered_norms=True,
         activation="gelu_tanh",
         embedding_scale=math.sqrt(hidden_size),
+        max_context=CONTEXT,
+        **settings,
+    )
+
+
+def _deepseek(
+    layers: int, latent: Latent, experts: Experts, mscale: float, **settings: Any
+) -> ModelConfig:
+    """A DeepSeek model, whose context YaRN extended 40 times with the temperature ``mscale``."""
+    temperature = 0.1 * mscale * math.log(40.0) + 1.0
+    spec = LayerSpec(
+        kv_heads=1,
+        key_size=latent.rank + latent.rope_size,
+        value_size=latent.rank,
+        values_in_keys=True,
+        scale=latent.query_size**-0.5 * temperature**2,
+    )
+    scaling = RopeScaling("yarn", 40.0, original_context=4096, attention_factor=1.0)
+    return ModelConfig(
+        layers=(spec,) * layers,
+        ropes=(Rope(10000.0, scaling),),
+        latent=latent,
+        experts=experts,
         max_context=CONTEXT,
         **settings,
     )
@@ -188,6 +211,41 @@ MODELS: dict[str, ModelConfig] = {
         family="qwen3_moe",
         experts=Experts(routed=128, chosen=8, size=768, normalized=True),
         max_context=CONTEXT,
+    ),
+    "deepseek-v2-lite": _deepseek(
+        27,
+        Latent(rank=512, rope_size=64, plain_size=128, value_size=128),
+        Experts(routed=64, chosen=6, size=1408, shared_size=2 * 1408, dense_layers=(0,)),
+        mscale=0.707,
+        family="deepseek_v2",
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        num_heads=16,
+    ),
+    "deepseek-r1": _deepseek(
+        61,
+        Latent(rank=512, rope_size=64, plain_size=128, value_size=128, query_rank=1536),
+        Experts(
+            routed=256,
+            chosen=8,
+            size=2048,
+            shared_size=2048,
+            dense_layers=(0, 1, 2),
+            score="sigmoid",
+            groups=8,
+            chosen_groups=4,
+            group_score="two_highest",
+            corrected=True,
+            normalized=True,
+            factor=2.5,
+        ),
+        mscale=1.0,
+        family="deepseek_v3",
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_heads=128,
     ),
     "gemma-3-4b": _gemma3(34, 4, 256, 256, 2560, intermediate_size=10240, num_heads=8),
     "gemma-3-27b": _gemma3(62, 16, 128, 168, 5376, intermediate_size=21504, num_heads=32),

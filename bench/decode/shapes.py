@@ -97,7 +97,7 @@ def random_bits(seed: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def random_model(
     config: ModelConfig, dtype: Any = jnp.bfloat16, sharding: Any = None, mxfp4: bool = False
 ) -> Decoder:
-    """A decoder with random weights; norms scale by 1, biases and sinks are 0.
+    """A decoder with random weights; norms scale by 1, biases, sinks and corrections are 0.
 
     Drawn leaf by leaf, since one program that draws all of them compiles for minutes. ``sharding``:
     of each leaf, as `jspec.load_model` takes it; one device has one whole leaf at a time.
@@ -114,7 +114,7 @@ def random_model(
 
     def drawn(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array | MXFP4:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if "scale" in name or "bias" in name or "sinks" in name:
+        if any(part in name for part in ("scale", "bias", "sinks", "correction")):
             one = "scale" in name and not config.centered_norms
             return jnp.full(leaf.shape, one, leaf.dtype)
         # A kernel is [in, ...], that of experts [E, in, ...].

@@ -26,13 +26,18 @@ from jspec.decode.state import DecodeState
 from jspec.helix import HelixConfig, shard
 from jspec.helix.sharded import decoder_sharding
 from jspec.models.decoder import Decoder
+from jspec.models.latent import LatentAttention
 from jspec.typing import Array
 
-DEFAULT: Case = {"shape": "llama-3.1-8b", "B": 1, "S": 262144, "draft": "plain", "gamma": 5}
-DEFAULT |= {"kvp": 1, "tpa": 1, "overlap": 1, "strategy": "helix", "exchange": "xla"}
+DEFAULT: Case = {"shape": "llama-3.1-8b", "layers": 0, "B": 1, "S": 262144}
+DEFAULT |= {"draft": "plain", "gamma": 5}
+DEFAULT |= {"kvp": 1, "tpa": 1, "ep": 1, "overlap": 1, "strategy": "helix", "exchange": "xla"}
 DEFAULT |= {"backends": DEFAULT_BACKENDS}
 CHOICES = {
-    "shape": ("llama-3.1-8b", "qwen3-8b", "qwen3-8b-2kv", "qwen3-8b-1kv", "tiny"),
+    "shape": (
+        *("llama-3.1-8b", "qwen3-8b", "qwen3-8b-2kv", "qwen3-8b-1kv"),
+        *("qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-r1", "tiny"),
+    ),
     "draft": ("plain", "verify", "vegas"),
     "strategy": ("helix", "gather", "medha", "tp"),
     "exchange": ("xla", "pallas", "cuda"),
@@ -41,7 +46,7 @@ CHOICES = {
 LONGEST = 2**21  # positions of any shape: the trained context length does not change the time
 DRAFTS = {"plain": "none", "verify": "none", "vegas": "vegas:budget=0.07"}
 STEPS = 16  # of a chunk
-MESH = ("kvp", "tpa", "overlap", "strategy", "exchange")
+MESH = ("kvp", "tpa", "ep", "overlap", "strategy", "exchange")
 # Standard deviations of keys and values: attention is concentrated on few keys and its output
 # outweighs the embedding, so that leaving out a key changes the logits.
 SCALES = {"keys": 3.0, "values": 2.0}
@@ -52,6 +57,8 @@ def checked(case: Case) -> Case:
     if case["S"] % 16:
         raise ValueError(f"S={case['S']} must be a multiple of 16")
     config = shape_of(case)
+    if case["ep"] > 1 and config.experts is None:
+        raise ValueError(f"ep={case['ep']} shares out experts, and {case['shape']} has none")
     for layer, spec in enumerate(config.layers):
         helix_of(case).check_layer(layer, config.num_heads, spec)
     return case
@@ -62,7 +69,9 @@ def helix_of(case: Case) -> HelixConfig:
 
 
 def shape_of(case: Case) -> ModelConfig:
-    return dataclasses.replace(MODELS[case["shape"]], max_context=LONGEST)
+    """The model, or its first ``layers``."""
+    config = dataclasses.replace(MODELS[case["shape"]], max_context=LONGEST)
+    return first_layers(config, case["layers"] or config.num_layers)
 
 
 def alone(case: Case) -> Case:
@@ -90,13 +99,15 @@ def model_of(case: Case, layers: int | None = None) -> Any:
 
 def _with_scaled_keys(model: Decoder) -> Decoder:
     """The model with keys scaled by `NEW_KEY_SCALE`, so that they matter among many random ones."""
+    scale = jnp.asarray(NEW_KEY_SCALE, model.dtype)
     for block in model.layers:
         attention: Any = block.attention
+        if isinstance(attention, LatentAttention):
+            attention.kv_norm.scale[...] = attention.kv_norm.scale[...] * scale
+            continue
         _, keys, _ = attention.qkv.parts
         kernel = attention.qkv.kernel[...]
-        attention.qkv.kernel[...] = kernel.at[keys.index].multiply(
-            jnp.asarray(NEW_KEY_SCALE, kernel.dtype)
-        )
+        attention.qkv.kernel[...] = kernel.at[keys.index].multiply(scale)
     return model
 
 

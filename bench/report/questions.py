@@ -252,6 +252,14 @@ QUESTIONS = (
         ("{shape}, B={B}, S={S}, KVP=2", "{Helix}", "tensor parallel {by heads}"),
     ),
     Question(
+        "",
+        ("helix_shapes",),
+        "Whole steps of shapes with fewer KV heads than GPUs, experts or latents, random weights; "
+        "over tensor parallelism, which copies the cache there.",
+        systems.steps_of_shapes,
+        5,
+    ),
+    Question(
         "Exactness",
         ("quality", "parity"),
         "Greedy tokens in bfloat16 against exact plain decoding ([what exact is](exact.md)). "

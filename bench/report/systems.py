@@ -154,6 +154,32 @@ def shared_steps(runs: Sequence[Run]) -> Iterator[Line]:
     return _by_mesh(shown, shape, is_base, lambda time: f"{time / 1e3:.2f} ms")
 
 
+def steps_of_shapes(runs: Sequence[Run]) -> Iterator[Line]:
+    """Whole steps of shapes on several devices: the fastest mesh of each strategy."""
+    by_size: dict[tuple[str, str, int, int, int], dict[str, tuple[float, str]]] = {}
+    for card, row, time in _timed(runs, "step"):
+        case = row["case"]
+        layers = f", {case['layers']} layers" if case["layers"] else ""
+        draft = f", {case['draft']}" if case["draft"] != "plain" else ""
+        devices = case["kvp"] * case["tpa"]
+        at = (card, f"{case['shape']}{layers}{draft}", devices, case["B"], case["S"])
+        splits_heads = case["strategy"] == "helix" and case["kvp"] == 1
+        name = STRATEGIES["tp"] if splits_heads else _strategy(case)
+        words = f"KVP={case['kvp']}, TPA={case['tpa']}"
+        words += f", EP={case['ep']}" if case["ep"] > 1 else ""
+        cells = by_size.setdefault(at, {})
+        cells[name] = min(cells.get(name, (time, words)), (time, words))
+    for (card, shape, devices, batch, slots), times in by_size.items():
+        cells = {"card": card, "shape": shape, "GPUs": str(devices), "B": str(batch)}
+        cells["S"] = kilo(slots)
+        base = times.get(STRATEGIES["tp"])
+        for name, (time, mesh) in times.items():
+            cells[name] = f"{time / 1e3:.2f} ms, {mesh}"
+            if base is not None and name != STRATEGIES["tp"]:
+                cells[name] += f", {ratio(base[0] / time)}"
+        yield Line(cells, headline=len(times) > 1)
+
+
 Timed = tuple[str, Row, float]  # card, row and microseconds
 
 
@@ -192,7 +218,12 @@ def _mesh(case: Row) -> str:
         return ALONE
     if case["strategy"] == "helix" and case["kvp"] == 1:
         return "by heads"
-    return STRATEGIES.get(case["strategy"], case["strategy"].capitalize())
+    return _strategy(case)
+
+
+def _strategy(case: Row) -> str:
+    name: str = case["strategy"]
+    return STRATEGIES.get(name, name.capitalize())
 
 
 def flips(runs: Sequence[Run]) -> Iterator[Line]:

@@ -85,6 +85,23 @@ def test_a_step_by_helix_is_over_tensor_parallelism():
     assert (line.cells["shape"], line.cells["by heads"]) == ("m, vegas", "47.00 ms")
 
 
+def test_a_shape_has_the_fastest_mesh_of_each_strategy():
+    def row(kvp, tpa, milliseconds, strategy="helix", **case):
+        fields = {"shape": "m", "layers": 0, "B": 1, "S": 2**20, "draft": "plain", "ep": 1}
+        case = fields | {"kvp": kvp, "tpa": tpa, "strategy": strategy} | case
+        return {"operation": "step", "case": case, "step_ns": [1_000_000 * milliseconds] * 3}
+
+    rows = [row(4, 1, 6, ep=4), row(2, 2, 8), row(4, 1, 12, "tp"), row(4, 1, 9, "medha")]
+    rows += [row(1, 2, 5, layers=3), row(2, 1, 10, layers=3)]
+    four, two = systems.steps_of_shapes([run(rows)])
+    assert four.cells["Helix"] == "6.00 ms, KVP=4, TPA=1, EP=4, 2.00x"
+    assert four.cells["tensor parallel"] == "12.00 ms, KVP=4, TPA=1"
+    assert four.cells["Medha"] == "9.00 ms, KVP=4, TPA=1, 1.33x"
+    assert (two.cells["shape"], two.cells["GPUs"]) == ("m, 3 layers", "2")
+    assert two.cells["Helix"] == "10.00 ms, KVP=2, TPA=1, 0.50x, slower"
+    assert two.cells["tensor parallel"] == "5.00 ms, KVP=1, TPA=2"
+
+
 def test_an_engine_is_shown_where_all_requests_are_there_at_once():
     def row(name, rate, load="full", **rest):
         case = {"model": "m", "mix": "short", "B": 2, "load": load}

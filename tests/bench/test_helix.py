@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jspec
 from bench.decode import running
-from bench.helix import LAYER, MESSAGE, STEP, check, mesh, messages, states, steps
+from bench.helix import LAYER, MESSAGE, STEP, check, mesh, messages, shapes, states, steps
 from bench.helix.check import Computed
 from bench.settings import Settings
 from jspec.helix import attention as exchange
 from jspec.models.decoder import Decoder
+from tests.models.goldens import GOLDEN
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 SMALL = "shape=tiny,B=2,S=64,gamma=2"
@@ -116,6 +118,19 @@ def test_a_step_is_checked_and_timed(text, monkeypatch):
     cache_bytes = row["memory"]["cache_bytes"]
     assert cache_bytes == 3 * 2 * 2 * 16 * 2 * 256 * 2 // ranks // row["case"]["tpa"]
     assert 2 < row["fit"] < 2**30 / (cache_bytes / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["kvp=4,ep=2", "kvp=2,strategy=tp,ep=2"])
+def test_a_step_with_latents_and_experts_is_checked_and_timed(mesh, monkeypatch):
+    config = jspec.load_model(GOLDEN / "deepseek_v3").config
+    monkeypatch.setitem(states.MODELS, "tiny", config)
+    (row,) = rows(STEP, f"{SMALL},draft=verify,{mesh}")
+    assert row["checked"] == "2 layers", row
+    ranks = 1 if "tp" in mesh else row["case"]["kvp"]
+    assert row["memory"]["cache_bytes"] == 2 * 2 * 256 * 2 * config.layers[0].key_size // ranks
+    (row,) = rows(STEP, f"{SMALL},layers=1,kvp=2")
+    assert row["checked"] == "1 layers"
 
 
 def off_by_one(monkeypatch):
@@ -298,6 +313,7 @@ def test_the_error_of_one_device_is_against_float32():
         (STEP, "S=40", "S=40 must be a multiple of 16"),
         (STEP, "tpa=16", "tpa=16 is more than the 8 key-value heads"),
         (STEP, "overlap=2", "overlap=2 cuts the exchange"),
+        (STEP, "kvp=2,ep=2", "ep=2 shares out experts, and llama-3.1-8b has none"),
         (STEP, "draft=hope", "draft=hope must be one of plain, verify, vegas"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
@@ -310,6 +326,6 @@ def test_cases_that_cannot_be_are_refused(benchmark, text, message):
 def test_every_default_case_is_one(monkeypatch):
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        for benchmark in (STEP, LAYER, MESSAGE):
+        for benchmark in (STEP, LAYER, MESSAGE, *shapes.SUITE.benchmarks):
             for quick in (False, True):
                 assert benchmark.grid(Settings(quick=quick))

@@ -131,3 +131,12 @@ def test_files_that_hold_no_steps_are_refused(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         predictions(path, H200, FREE)
+
+
+def test_steps_of_some_layers_and_groups_of_experts_are_predicted(tmp_path):
+    case = STEP.case("shape=deepseek-r1,layers=11,S=1024K,kvp=4,ep=4")
+    some = predictions(written(tmp_path, "step", case), H200, FREE)[0].predicted_us
+    rest = predictions(written(tmp_path, "step", case | {"layers": 0}), H200, FREE)[0].predicted_us
+    assert 61 / 11 * 0.8 < rest / some < 61 / 11 * 1.2
+    with pytest.raises(ValueError, match="ep=0 must be a whole number"):
+        predictions(written(tmp_path, "step", case | {"ep": 0}), H200, FREE)

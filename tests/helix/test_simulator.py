@@ -91,7 +91,11 @@ def test_overlap_is_two_queues(one_row, message, fixed):
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("llama-405b", 405.9), ("deepseek-r1", 671.0), ("qwen3-8b", 8.19)]
+    ("name", "billions"),
+    [
+        *(("llama-405b", 405.9), ("deepseek-r1", 671.0), ("qwen3-8b", 8.19)),
+        *(("deepseek-v2-lite", 15.7), ("qwen3-30b-a3b", 30.5)),
+    ],
 )
 def test_weights_are_the_models(name, billions):
     """Parameters as the models' authors count them, which the sizes give within half a percent."""

@@ -120,18 +120,20 @@ def _tokens(case: dict[str, Any]) -> int:
 
 def _layout(case: dict[str, Any]) -> Configurations:
     """The layout of a case's devices; on one axis where they do not split rows."""
-    for name in ("B", "S", "kvp", "tpa", *(name for name in ("T", "gamma") if name in case)):
+    optional = (name for name in ("T", "gamma", "ep") if name in case)
+    for name in ("B", "S", "kvp", "tpa", *optional):
         if type(case[name]) is not int or not 1 <= case[name] <= INTEGER_LIMIT:
             raise ValueError(f"{name}={case[name]!s:.20} must be a whole number, at least 1")
     kvp, tpa, strategy = case["kvp"], case["tpa"], case["strategy"]
     if strategy == "tp" or (strategy == "helix" and kvp == 1):
         kvp, tpa, strategy = 1, kvp * tpa, "tp"
-    width = tpa if strategy == "medha" else kvp * tpa
-    return Configurations.single(strategy, case["B"], kvp=kvp, tpa=tpa, tpf=width)
+    width, ep = tpa if strategy == "medha" else kvp * tpa, case.get("ep", 1)
+    return Configurations.single(strategy, case["B"], kvp=kvp, tpa=tpa, tpf=width // ep, ep=ep)
 
 
 def _step(case: dict[str, Any], hardware: Hardware, constants: Constants) -> float:
     shape = load_shape(case["shape"])
+    shape = dataclasses.replace(shape, layers=case.get("layers") or shape.layers)
     inputs = shape, hardware, _layout(case), case["S"], constants
     return float(step_times(*inputs, tokens=_tokens(case)).total[0])
 
