@@ -21,6 +21,7 @@ from jspec.cache.layout import Layout
 from jspec.cache.storage import TOKEN_COLUMNS, HostStorage
 from jspec.config import LayerSpec
 from jspec.host import in_host, place_in_host
+from jspec.ops.cached import as_cached
 from jspec.ops.host_rows import DeviceRows
 from jspec.sharding import Placing, placed
 from jspec.typing import Array
@@ -223,7 +224,7 @@ class Cache:
             **{
                 name: layer_columns[name]
                 .at[rows, slots]
-                .set(x.astype(layer_columns[name].dtype), mode="drop")
+                .set(as_cached(x, layer_columns[name].dtype), mode="drop")
                 for name, x in columns.items()
             },
         )

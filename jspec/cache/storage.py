@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jspec.config import LayerSpec
 from jspec.host import in_host
+from jspec.ops.cached import as_cached
 from jspec.ops.host_rows import DeviceRows, PrefetchedRows, fetch_ahead, fetch_rows, store_rows
 from jspec.typing import Array
 
@@ -104,7 +105,7 @@ def store_slots(
 ) -> dict[str, Array]:
     """Keys and values in host memory, with ``new`` ones ``[B, T, K, H]`` at ``slots [B, T]``."""
     target = token_columns(columns)
-    rows = [new[name].astype(x.dtype) for name, x in target.items()]
+    rows = [as_cached(new[name], x.dtype) for name, x in target.items()]
     stored = store_rows(tuple(target.values()), rows, slots)
     return dict(zip(target, stored, strict=True))
 

@@ -13,6 +13,7 @@ from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.gpu import gpu_in_use
 from jspec.ops.attention.dense import attention_sizes
+from jspec.ops.cached import FLOAT8
 from jspec.typing import Array
 
 # As in src/attention/attention.h.
@@ -59,7 +60,7 @@ def _launch(target: str, *arrays: Array, scale: float) -> tuple[Array, ...]:
     parts = tuned.block(target, "cuda", attention_sizes(q, k))["parts"]
     lead = (batch, kv_heads, parts, tokens * heads // kv_heads)
     shapes = [q.shape[:3], (*lead, size), (*lead, 2)]
-    if len(arrays) == 5:
+    if target == "scored_attention":
         shapes.append((batch, kv_heads, slots))
     floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return library.call(
@@ -92,8 +93,8 @@ def refuses(
         return "key_positions are passed, and the kernel takes slots for positions"
     if v is None:
         return "the values are in the keys"
-    if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
-        return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16"
+    if q.dtype != jnp.bfloat16 or k.dtype not in (jnp.bfloat16, FLOAT8):
+        return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16, nor a cache of {FLOAT8}"
     if size not in CHANNELS or v.shape[3] != size:
         return f"H={size} and H'={v.shape[3]} are not both {' or both '.join(map(str, CHANNELS))}"
     if window is not None or softcap is not None:

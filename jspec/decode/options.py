@@ -49,6 +49,7 @@ class DecodeOptions(TypedDict, total=False):
         steps_per_chunk: Steps between two calls of ``on_tokens``. None, the default, is 4 on a CPU,
             or where drafts take passes of a model and ``gamma="auto"`` is not passed, else 16.
         cache_dtype: Dtype of the target's keys and values; None, the default, is the model's.
+            ``"float8_e4m3fn"`` halves a cache of 16 bits, and changes tokens (docs/cache.md).
         backends: Backends of operations by name, as in ``{"verify_greedy": "cuda"}``.
         exact: Whether greedy tokens are those of plain decoding bit for bit, also in bfloat16 and
             with any batch and draft, on an NVIDIA GPU (docs/exact.md). The default is False.

@@ -41,6 +41,7 @@ from jspec.decode.rows import (
 )
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.ops.cached import FLOAT8
 from jspec.policies.collect import run_prompt
 from jspec.policies.dense import DenseAttend
 from jspec.policies.policy import create_cache, with_pages
@@ -337,14 +338,18 @@ def init_drafter_state(
 
 
 def _float_dtype(dtype: DTypeLike) -> np.dtype:
-    """``dtype`` of a cache. Raises `ValueError` unless it is float32, bfloat16 or float16."""
+    """``dtype`` of a cache. Raises `ValueError` unless it is one of the float dtypes below."""
     try:
         resolved = jnp.dtype(dtype)
     except TypeError:
         resolved = jnp.dtype(bool)
-    is_float = jnp.issubdtype(resolved, jnp.floating) and resolved.itemsize > 1
+    is_float = jnp.issubdtype(resolved, jnp.floating) and (
+        resolved.itemsize > 1 or resolved == FLOAT8
+    )
     if not is_float or jax.dtypes.canonicalize_dtype(resolved) != resolved:
-        raise ValueError(f"a cache of {shown(dtype)} must be of float32, bfloat16 or float16")
+        raise ValueError(
+            f"a cache of {shown(dtype)} must be of float32, bfloat16, float16 or float8_e4m3fn"
+        )
     return resolved
 
 

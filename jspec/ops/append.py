@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.cached import FLOAT8, as_cached
 from jspec.ops.hash import BITS, HASH_ENCODE
 from jspec.ops.norm import RMS
 from jspec.typing import Array
@@ -165,19 +167,19 @@ def _xla(q, k, v, qk_rope, keys, values, slots) -> tuple[Array, Array, Array]:
     """The reference of `rotate_and_append`."""
     q, k = qk_rope(q, k)
     rows = jnp.arange(q.shape[0])[:, None]
-    keys = keys.at[rows, slots].set(k.astype(keys.dtype), mode="drop")
-    values = values.at[rows, slots].set(v.astype(values.dtype), mode="drop")
+    keys = keys.at[rows, slots].set(as_cached(k, keys.dtype), mode="drop")
+    values = values.at[rows, slots].set(as_cached(v, values.dtype), mode="drop")
     return q, keys, values
 
 
 def _encode_xla(q, k, v, qk_rope, keys, values, codes, w, slots):
     """The reference of `rotate_append_encode`."""
     q, k = qk_rope(q, k)
-    k = k.astype(keys.dtype)
+    k = as_cached(k, keys.dtype)
     new_codes, _ = HASH_ENCODE(k, None, w, implementation="xla")
     rows = jnp.arange(q.shape[0])[:, None]
     keys = keys.at[rows, slots].set(k, mode="drop")
-    values = values.at[rows, slots].set(v.astype(values.dtype), mode="drop")
+    values = values.at[rows, slots].set(as_cached(v, values.dtype), mode="drop")
     return q, keys, values, codes.at[rows, slots].set(new_codes, mode="drop")
 
 
@@ -186,22 +188,25 @@ def append_sizes(q: Array, *args, **kwargs) -> dict[str, int]:
     return {"batch": q.shape[0], "tokens": q.shape[1]}
 
 
-def _cases(*bits: int) -> list[Case]:
-    """Two rows of three tokens, one of them padding, with and without norms, codes of ``bits``."""
+def _cases(bits: int = 0) -> list[Case]:
+    """Two rows of three tokens, one of them padding, with and without norms, codes of ``bits``.
 
-    def build(normed: bool, bits: int = 0):
+    Also into a cache of 8 bits, which holds neither all of the keys nor of the values.
+    """
+
+    def build(normed: bool, cached: DTypeLike = np.float32, scale: float = 1.0):
         def made():
             rng = np.random.default_rng(0)
 
             def normal(*shape) -> Any:
                 return rng.standard_normal(shape, np.float32)
 
-            joined = normal(2, 3, 2, 4 * 16)
+            joined = scale * normal(2, 3, 2, 4 * 16)
             q, k, v = np.split(joined, [32, 48], axis=-1)
             angle = normal(2, 3, 1, 8)
             norms = (RMS(normal(16)), RMS(normal(16))) if normed else (None, None)
             qk_rope = QKRope(np.cos(angle), np.sin(angle), *norms, joined)
-            cache = normal(2, 20, 2, 16), normal(2, 20, 2, 16)
+            cache = [normal(2, 20, 2, 16).astype(cached) for _ in range(2)]
             slots = np.array([[4, 5, 20], [0, 7, 19]], np.int32)
             hashes = ()
             if bits:
@@ -212,8 +217,9 @@ def _cases(*bits: int) -> list[Case]:
         return made
 
     return [
-        Case("normed", build(True, *bits), small=True),
-        Case("plain", build(False, *bits), small=True),
+        Case("normed", build(True), small=True),
+        Case("plain", build(False), small=True),
+        Case("8-bits", build(False, FLOAT8, 400.0), small=True),
     ]
 
 

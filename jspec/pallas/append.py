@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.ops.append import QKRope, append_sizes
+from jspec.ops.cached import FLOAT8
 from jspec.ops.norm import CENTERED, RMS
 from jspec.pallas.encode import (
     columns_layout,
@@ -182,6 +183,8 @@ def refuses(q: Array, v: Array, qk_rope: QKRope, w: Array) -> str | None:
 def _supports(q, k, v, qk_rope, keys, values, codes, w, slots) -> str | None:
     if axes := varying_axes((q, keys, codes, w)):
         return f"arrays that vary over {sorted(axes)} of a mesh cannot be `jax.Ref`s of a kernel"
+    if keys.dtype == FLOAT8:
+        return f"the cache is of {FLOAT8}, and it stores floats of 16 or 32 bits"
     return refuses(q, v, qk_rope, w) or refuses_pallas()
 
 

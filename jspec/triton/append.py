@@ -156,12 +156,12 @@ def refuses(q: Array, v: Array, qk_rope: QKRope) -> str | None:
     return None
 
 
-def _supports(q, k, v, qk_rope, *args: Array) -> str | None:
-    return refuses(q, v, qk_rope) or refuses_triton()
+def _supports(q, k, v, qk_rope, keys, values, slots) -> str | None:
+    return refuses(q, v, qk_rope) or refuses_triton(keys)
 
 
 def _supports_encode(q, k, v, qk_rope, keys, values, codes, w, slots) -> str | None:
-    return refuses(q, v, qk_rope) or refuses_encode(k, None, w) or refuses_triton()
+    return refuses(q, v, qk_rope) or refuses_encode(k, None, w) or refuses_triton(keys)
 
 
 APPEND = Backend("triton", append_triton, _supports)

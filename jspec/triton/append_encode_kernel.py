@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jspec.triton.append_kernel import append
+from jspec.triton.append_kernel import append, as_cached
 
 
 @triton.jit
@@ -74,7 +74,18 @@ def append_encode_kernel(
     )
     head = tl.program_id(0) % KV_HEADS
     kind = keys.dtype.element_ty
-    encode(first.to(kind), second.to(kind), w, codes, head, place, is_stored, SIZE, HALF, BITS)
+    encode(
+        as_cached(first, kind),
+        as_cached(second, kind),
+        w,
+        codes,
+        head,
+        place,
+        is_stored,
+        SIZE,
+        HALF,
+        BITS,
+    )
 
 
 @triton.jit
@@ -115,4 +126,15 @@ def append_encode_kernel_0_3(
     )
     head = tl.program_id(0) % KV_HEADS
     kind = keys.dtype.element_ty
-    encode(first.to(kind), second.to(kind), w, codes, head, place, is_stored, SIZE, HALF, BITS)
+    encode(
+        as_cached(first, kind),
+        as_cached(second, kind),
+        w,
+        codes,
+        head,
+        place,
+        is_stored,
+        SIZE,
+        HALF,
+        BITS,
+    )

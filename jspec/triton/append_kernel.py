@@ -5,6 +5,15 @@ import triton.language as tl
 
 
 @triton.jit
+def as_cached(x, KIND: tl.constexpr):
+    """As `jspec.ops.cached.as_cached`."""
+    is_float8: tl.constexpr = KIND.primitive_bitwidth == 8
+    if is_float8:
+        x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
+    return x.to(KIND)
+
+
+@triton.jit
 def halves(x, at, live, SIZE: tl.constexpr, HALF: tl.constexpr):
     """The halves ``[heads, HALF]`` of heads of SIZE channels that begin at ``at``; 0 past them."""
     half = tl.arange(0, HALF)
@@ -105,11 +114,10 @@ def append(
     mask = is_stored & (lone == 0)[:, None] & inside[None, :]
     # Rounded as the queries are, also where the cache is of another type.
     kind = joined.dtype.element_ty
-    tl.store(to, first.to(kind).to(keys.dtype.element_ty), mask=mask)
-    tl.store(to + SIZE // 2, second.to(kind).to(keys.dtype.element_ty), mask=mask)
-    tl.store(
-        values + place * VALUE + channel, value.to(values.dtype.element_ty), mask=there & is_stored
-    )
+    tl.store(to, as_cached(first.to(kind), keys.dtype.element_ty), mask=mask)
+    tl.store(to + SIZE // 2, as_cached(second.to(kind), keys.dtype.element_ty), mask=mask)
+    value = as_cached(value, values.dtype.element_ty)
+    tl.store(values + place * VALUE + channel, value, mask=there & is_stored)
     return first.to(kind), second.to(kind), place, is_stored
 
 

@@ -16,10 +16,11 @@ from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.gpu import gpu_in_use
 from jspec.ops.attention.dense import attention_sizes
+from jspec.ops.cached import FLOAT8
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")  # of queries; keys may also have 8 bits
 MAX_CHANNELS = 256  # of a key or value: a tile of queries and its sums stay in registers
 # Values in wider keys, and the rest of such a key.
 LARGE_VALUE_SIZES, MAX_REST = (256, 512), 128
@@ -304,9 +305,9 @@ def refuses(q: Array, k: Array, v: Array | None, value_size: int | None = None) 
     """
     if 0 in q.shape or 0 in k.shape or (v is not None and 0 in v.shape):
         return f"q {q.shape}, k {k.shape} leave nothing to launch"
-    for name, x in (("q", q), ("k", k)):
-        if str(x.dtype) not in DTYPES:
-            return f"{name} of {x.dtype} is none of {', '.join(DTYPES)}"
+    for name, x, dtypes in (("q", q, DTYPES), ("k", k, (*DTYPES, str(FLOAT8)))):
+        if str(x.dtype) not in dtypes:
+            return f"{name} of {x.dtype} is none of {', '.join(dtypes)}"
     size = k.shape[3]
     value = v.shape[3] if v is not None else (value_size or size)
     if max(size, value) <= MAX_CHANNELS:
@@ -324,7 +325,7 @@ def refuses(q: Array, k: Array, v: Array | None, value_size: int | None = None) 
 
 def refuses_key_size(k: Array) -> str | None:
     """Why the default device cannot run the kernels with keys of this size, or None."""
-    if (reason := refuses_triton()) or k.shape[3] <= MAX_CHANNELS:
+    if (reason := refuses_triton(k)) or k.shape[3] <= MAX_CHANNELS:
         return reason
     gpu = gpu_in_use()
     if gpu is None or gpu[1][0] != 9:
@@ -338,7 +339,7 @@ def _supports(q, k, v, *args, value_size=None, **kwargs) -> str | None:
 
 
 def _supports_narrow(q, k, v, *args, **kwargs) -> str | None:
-    return refuses(q, k, v) or refuses_triton()
+    return refuses(q, k, v) or refuses_triton(k)
 
 
 ATTENTION = Backend("triton", attention_triton, _supports)

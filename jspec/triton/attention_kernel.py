@@ -27,7 +27,8 @@ def in_base_2(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 def products_of(q, k, more_q=None, more_k=None):
     """Dot products ``[ROWS, KEYS]`` of queries and keys; ``more_q``, ``more_k``: more channels.
 
-    Keys of another type than the queries are multiplied in float32, which the queries then are.
+    Keys of another type are multiplied in float32, which the queries then are; those of 8 bits,
+    which wider types hold exactly, in the type of the queries.
     """
     products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
     if more_q is not None:
@@ -206,7 +207,8 @@ def attend(
     begin = number * KEYS
 
     query = (batch_row * tokens + row // GROUP) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
-    TO_FLOAT32: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
+    CACHED: tl.constexpr = k.dtype.element_ty
+    TO_FLOAT32: tl.constexpr = q.dtype.element_ty != CACHED and CACHED.primitive_bitwidth > 8
     tile = read_queries(q, query, live, begin < end, SIZE, WIDTH, TO_FLOAT32)
     more_tile = None
     if REST > 0:

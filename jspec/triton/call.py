@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from jspec.extras import install_gpu
 from jspec.gpu import refuses_gpu
+from jspec.ops.cached import FLOAT8
 from jspec.sharding import opaque
 from jspec.typing import Array
 
@@ -46,9 +47,16 @@ def too_old() -> str | None:
     return None
 
 
-def refuses_triton() -> str | None:
-    """Why no Triton kernel can run on the default device, or None."""
-    return refuses_gpu((8, 0), "Triton") or not_installed() or too_old()
+def refuses_triton(keys: Array | None = None) -> str | None:
+    """Why no Triton kernel can run on the default device, or None.
+
+    ``keys``: of a cache that the kernel reads or writes.
+    """
+    if keys is not None and keys.dtype == FLOAT8:
+        refusal = refuses_gpu((8, 9), "Triton with a cache of 8 bits")
+    else:
+        refusal = refuses_gpu((8, 0), "Triton")
+    return refusal or not_installed() or too_old()
 
 
 def next_power(n: int) -> int:

@@ -137,7 +137,8 @@ def gathered_kernel(
     tail_position = tl.load(context_len + batch_row) + TAIL_PADDED
     at_query = (batch_row * TOKENS + row // GROUP) * (KV_HEADS * GROUP) + row % GROUP
     at_query += (head + head_offset) * GROUP
-    TO_FLOAT32: tl.constexpr = q.dtype.element_ty != k.dtype.element_ty
+    CACHED: tl.constexpr = k.dtype.element_ty
+    TO_FLOAT32: tl.constexpr = q.dtype.element_ty != CACHED and CACHED.primitive_bitwidth > 8
     tile = read_queries(q, at_query, live, begin < end, SIZE, WIDTH, TO_FLOAT32)
     more_tile = None
     if REST > 0:

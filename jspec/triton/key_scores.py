@@ -98,7 +98,7 @@ def refuses_scores(q: Array, keys: Array) -> str | None:
 
 
 def _supports(q: Array, keys: Array, *rest: Array | None) -> str | None:
-    return refuses_scores(q, keys) or refuses_triton()
+    return refuses_scores(q, keys) or refuses_triton(keys)
 
 
 DOT_SCORES = Backend("triton", dot_scores_triton, _supports)

@@ -69,7 +69,7 @@ def mean_weights_triton(
 
 
 def _supports(q: Array, k: Array, *args, **kwargs) -> str | None:
-    return refuses(q, k, None) or refuses_triton()
+    return refuses(q, k, None) or refuses_triton(k)
 
 
 WEIGHTS = Backend("triton", mean_weights_triton, _supports)

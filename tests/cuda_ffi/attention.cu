@@ -13,12 +13,24 @@ const char* attention(const Attention& attention, Stream stream);
 
 using namespace jspec;
 
+// `count` random numbers of a cache: bfloat16, or E4M3 up to 1.875.
+std::vector<uint8_t> random_cache(size_t count, bool narrow) {
+  std::vector<uint8_t> bytes(count * (narrow ? 1 : 2));
+  if (narrow) {
+    for (uint8_t& x : bytes) x = random_below(64) | random_below(2) << 7;
+  } else {
+    std::memcpy(bytes.data(), random_values(count).data(), bytes.size());
+  }
+  return bytes;
+}
+
 bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels, int parts,
-         bool scored) {
+         bool scored, bool narrow) {
   const int rows = tokens * group, heads = batch * kv_heads;
   std::vector<uint16_t> q = random_values(size_t(heads) * rows * channels);
-  std::vector<uint16_t> k = random_values(size_t(heads) * slots * channels);
-  std::vector<uint16_t> v = random_values(k.size()), probe = random_values(heads * channels);
+  const size_t cached = size_t(heads) * slots * channels;
+  std::vector<uint8_t> k = random_cache(cached, narrow), v = random_cache(cached, narrow);
+  std::vector<uint16_t> probe = random_values(heads * channels);
   std::vector<int32_t> positions(batch * tokens);
   for (int row = 0; row < batch; ++row) {
     const int length = row ? tokens + random_below(slots - tokens + 1) : slots;
@@ -28,24 +40,26 @@ bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels
     int last = -1;
     for (int i = 0; i < tokens; ++i) last = std::max(last, positions[row * tokens + i]);
     // What no query reads is NaN.
-    const size_t size = size_t(kv_heads) * channels;
-    const size_t begin = (size_t(row) * slots + last + 1) * size;
-    for (size_t i = begin; i < size_t(row + 1) * slots * size; ++i) k[i] = v[i] = 0x7fc0;
+    const size_t row_bytes = k.size() / batch, begin = row_bytes / slots * (last + 1);
+    for (auto* bytes : {&k, &v}) {
+      std::memset(bytes->data() + row * row_bytes + begin, 0xff, row_bytes - begin);
+    }
   }
   std::vector<uint16_t> out(q.size());
   std::vector<float> lse(heads * rows), scores(size_t(heads) * slots);
-  Device<uint16_t> d_q(q), d_k(k), d_v(v), d_probe(probe), d_out(q.size());
+  Device<uint16_t> d_q(q), d_probe(probe), d_out(q.size());
+  Device<uint8_t> d_k(k), d_v(v);
   Device<int32_t> d_positions(positions);
   Device<float> d_lse(lse.size()), d_scores(scores), partial_sums(size_t(heads) * parts * rows * 2);
   Device<float> partial_out(size_t(heads) * parts * rows * channels);
   const Attention host{q.data(), k.data(), v.data(), positions.data(),
                        scored ? probe.data() : nullptr, out.data(), lse.data(), scores.data(),
                        nullptr, nullptr, batch, slots, kv_heads, tokens, group, channels, parts,
-                       0.1f};
+                       0.1f, narrow};
   const Attention device{d_q.data, d_k.data, d_v.data, d_positions.data,
                          scored ? d_probe.data : nullptr, d_out.data, d_lse.data, d_scores.data,
                          partial_out.data, partial_sums.data, batch, slots, kv_heads, tokens, group,
-                         channels, parts, 0.1f};
+                         channels, parts, 0.1f, narrow};
   launched(attention_on_host(host, nullptr));
   launched(attention(device, nullptr));
   // Scores past a row's end are not specified: there the host left 0.
@@ -57,8 +71,8 @@ bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels
     good &= scores[i] == 0 || std::abs(got[i] - scores[i]) <= 1e-2f;
   }
   if (!good) {
-    std::printf("wrong: B=%d S=%d K=%d T=%d G=%d H=%d parts=%d scored=%d\n", batch, slots, kv_heads,
-                tokens, group, channels, parts, scored);
+    std::printf("wrong: B=%d S=%d K=%d T=%d G=%d H=%d parts=%d scored=%d narrow=%d\n", batch,
+                slots, kv_heads, tokens, group, channels, parts, scored, narrow);
   }
   return good;
 }
@@ -72,8 +86,8 @@ int main() {
       {1, 152, 2, 7, 9, 64, 1}};
   int wrong = 0;
   for (const auto& c : cases) {
-    for (const bool scored : {false, true}) {
-      wrong += !run(c[0], c[1], c[2], c[3], c[4], c[5], c[6], scored);
+    for (int kind = 0; kind < 3; ++kind) {
+      wrong += !run(c[0], c[1], c[2], c[3], c[4], c[5], c[6], kind > 0, kind > 1);
     }
   }
   std::printf("%d wrong\n", wrong);

@@ -69,8 +69,9 @@ inline std::vector<uint16_t> random_values(size_t count) {
 }
 
 // Whether what lies on the device is near `want`, which may be infinite.
-template <typename T, typename Wide>
-bool near(const Device<T>& got, const std::vector<T>& want, float tolerance, Wide wide_of) {
+template <typename T>
+bool near(const Device<T>& got, const std::vector<T>& want, float tolerance,
+          float (*wide_of)(std::common_type_t<T>)) {
   std::vector<T> host(want.size());
   cudaMemcpy(host.data(), got.data, host.size() * sizeof(T), cudaMemcpyDeviceToHost);
   for (size_t i = 0; i < want.size(); ++i) {

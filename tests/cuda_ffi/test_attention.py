@@ -19,6 +19,7 @@ from tests.ops.attention.test_scored import arrays, read_by_some
 
 HALF = {"dtype": "bfloat16", "size": 64}
 WHOLE = {"dtype": "bfloat16", "size": 128}
+EIGHT_BITS = {"cached": "float8_e4m3fn"}
 CASES = [
     # Rows of a head that fill both tiles, or one of them and half of the other, or halves of both.
     Case("full-tiles", 16, 400, (400, 16, 129), heads=8, kv_heads=1, **HALF),
@@ -31,6 +32,13 @@ CASES = [
     Case("llama-t10", 10, 640, (640, 257, 10), padded=(0, 4, 10), heads=8, kv_heads=2, **WHOLE),
     Case("one-tile", 16, 296, (290, 128), heads=4, kv_heads=1, **WHOLE),
     Case("two-tiles", 10, 264, (258, 40), padded=(1, 0), heads=24, kv_heads=3, **WHOLE),
+    # A cache of 8 bits: of more blocks than there are stages, and of each shape of tiles.
+    Case("8-bits-64", 12, 640, (640, 257, 12), heads=16, kv_heads=2, **HALF, **EIGHT_BITS),
+    Case("8-bits-t1", 1, 1000, (1000, 1, 129), heads=8, kv_heads=2, **WHOLE, **EIGHT_BITS),
+    Case(
+        "8-bits-t10", 10, 640, (640, 10), padded=(0, 4), heads=8, kv_heads=2, **WHOLE, **EIGHT_BITS
+    ),
+    Case("8-bits-two-tiles", 10, 264, (258, 40), heads=24, kv_heads=3, **WHOLE, **EIGHT_BITS),
 ]
 LARGE = [
     Case("many-parts", 12, 9000, (9000, 2049, 4097), (16), 2, padded=(0, 5, 12), **HALF),
@@ -38,6 +46,8 @@ LARGE = [
     Case("long-llama-t1", 1, 40_000, (40_000, 33_333, 7), heads=32, kv_heads=8, **WHOLE),
     Case("long-llama-t10", 10, 40_000, (40_000, 33_333), heads=32, kv_heads=8, **WHOLE),
     Case("long-two-tiles", 15, 9000, (9000, 4097), heads=16, kv_heads=2, **WHOLE),
+    Case("8-bits-long-t1", 1, 40_000, (40_000, 33_333, 7), 32, 8, **WHOLE, **EIGHT_BITS),
+    Case("8-bits-long-t10", 10, 40_000, (40_000, 33_333), 32, 8, **WHOLE, **EIGHT_BITS),
 ]
 by_name = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
 

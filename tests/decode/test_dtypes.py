@@ -18,6 +18,7 @@ from jspec.decode.prefill import fill_slot, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_step
+from jspec.ops.cached import FLOAT8
 from tests.decode.common import DRAFTERS, NGRAM, STREAMING, prompts
 from tests.decode.test_one_layer_model import OneLayer
 
@@ -59,7 +60,9 @@ def dtypes(tree) -> list:
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("cache_dtype", [None, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "cache_dtype", [None, jnp.float32, FLOAT8], ids=["bfloat16", "float32", "8-bits"]
+)
 @pytest.mark.parametrize("source", DRAFTERS)
 def test_activations_of_bfloat16_fit_every_drafter(source, cache_dtype):
     model = Half(0)
@@ -70,9 +73,10 @@ def test_activations_of_bfloat16_fit_every_drafter(source, cache_dtype):
     assert dtypes(after) == dtypes(state)
 
 
-def test_a_cache_of_bfloat16_serves_activations_of_float32():
+@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_a_cache_of_fewer_bits_serves_activations_of_float32(cache_dtype):
     """Keys and values are rounded once, when they are written: drafts change no token."""
-    settings = {"cache_dtype": "bfloat16", "gamma": 3}
+    settings = {"cache_dtype": cache_dtype, "gamma": 3}
     texts, model = prompts((9, 1, 4), vocabulary=13), OneLayer(0)
     plain = generate(model, texts, TWELVE, draft=NoDraft(), **settings)
     got = generate(model, texts, TWELVE, draft=STREAMING, **settings)

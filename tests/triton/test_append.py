@@ -17,8 +17,11 @@ from tests.triton.lowering import lower
 REFERENCE = OPERATION.backend("xla").run
 
 
-def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True):
-    """Random ones, with slots in no order and one of them out of the cache."""
+def arguments(batch, tokens, heads, kv_heads, size, value, dtype, cached=None, *, normed=True):
+    """Random ones, with slots in no order and one of them out of the cache, of dtype ``cached``.
+
+    A cache of 8 bits gets numbers that it has no room for.
+    """
     rng, dtype = np.random.default_rng(batch * tokens + size), jnp.dtype(dtype)
 
     def normal(*shape):
@@ -26,15 +29,18 @@ def arguments(batch, tokens, heads, kv_heads, size, value, dtype, *, normed=True
 
     group = heads // kv_heads
     joined = normal(batch, tokens, kv_heads, group * size + size + value)
+    joined = joined * dtype.type(300 if cached else 1)
     q, k, v = np.split(joined, [group * size, group * size + size], axis=-1)
     angle = rng.standard_normal((batch, tokens, 1, size // 2), np.float32)
     norms = (RMS(normal(size)), RMS(normal(size), 1e-5)) if normed else (None, None)
     slots = np.stack([rng.permutation(24)[:tokens] for _ in range(batch)]).astype(np.int32)
     slots[0, -1] = 24
-    keys, values = (normal(batch, 24, kv_heads, n) for n in (size, value))
+    cache = (
+        normal(batch, 24, kv_heads, n).astype(jnp.dtype(cached or dtype)) for n in (size, value)
+    )
     qk_rope = QKRope(np.cos(angle), np.sin(angle), *norms, joined)
     q = q.reshape(batch, tokens, heads, size)
-    return jax.device_put((q, k, v, qk_rope, keys, values, slots))
+    return jax.device_put((q, k, v, qk_rope, *cache, slots))
 
 
 CASES = {
@@ -45,6 +51,7 @@ CASES = {
 LARGE = {
     "qwen3": (4, 10, 32, 8, 128, 128, "bfloat16"),
     "gpt-oss": (2, 1, 64, 8, 64, 64, "bfloat16"),
+    "8-bits-qwen3": (4, 10, 32, 8, 128, 128, "bfloat16", "float8_e4m3fn"),
     "h80": (3, 2, 16, 4, 80, 80, "float16"),
 }
 
@@ -53,7 +60,9 @@ def assert_appended(got, operands) -> None:
     expected = jax.jit(REFERENCE)(*operands)
     for name, have, want in zip(("q", "keys", "values"), got, expected, strict=True):
         assert have.dtype == want.dtype
-        tolerance = 2e-6 if want.dtype == jnp.float32 else 2e-2
+        # Numbers of 8 bits are up to an eighth apart.
+        rounding = {4: 2e-6, 2: 2e-2, 1: 0.126}
+        tolerance = rounding[want.dtype.itemsize]
         have, want = (np.asarray(x, np.float64) for x in (have, want))
         np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance, err_msg=name)
 
@@ -64,6 +73,21 @@ def test_equals_the_reference_in_the_interpreter(case, normed, interpreted, monk
     monkeypatch.setattr(module, "triton_call", interpreted)
     operands = arguments(*CASES[case], normed=normed)
     assert_appended(append_triton(*operands), operands)
+
+
+def test_a_cache_of_8_bits_holds_the_largest_number_for_one_past_it(interpreted, monkeypatch):
+    """Numbers that need no rounding, in which Triton's interpreter is wrong."""
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    operands = arguments(2, 2, 4, 2, 16, 8, "float16", "float8_e4m3fn", normed=False)
+    joined = jnp.clip(operands[3].joined, -448, 448).astype(jnp.float8_e4m3fn).astype(jnp.float16)
+    q, k, v = jnp.split(4 * joined, [32, 48], axis=-1)
+    cosine, sine = jnp.ones((2, 2, 1, 8)), jnp.zeros((2, 2, 1, 8))
+    qk_rope = QKRope(cosine, sine, None, None, 4 * joined)
+    operands = q.reshape(2, 2, 4, 16), k, v, qk_rope, *operands[4:]
+    _, keys, values = append_triton(*operands)
+    assert (jnp.abs(keys.astype(jnp.float32)) == 448).sum() > 50
+    for got, want in zip((keys, values), jax.jit(REFERENCE)(*operands)[1:], strict=True):
+        np.testing.assert_array_equal(got.view(jnp.uint8), want.view(jnp.uint8))
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE])

@@ -47,6 +47,8 @@ INTERPRETED = [
     Case("window-past-many-tiles", 2, 300, (290, 100, 2), size=4, window=40),
     dataclasses.replace(NAMED["bfloat16"], dtype="float16", tokens=1),  # it has no bfloat16
     dataclasses.replace(NAMED["latent-bfloat16"], dtype="float16"),
+    dataclasses.replace(NAMED["8-bits"], dtype="float16"),
+    NAMED["8-bits-float32"],
 ]
 by_name = pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
 
@@ -271,7 +273,7 @@ def test_refuses_with_a_reason(q, k, v, dtype, reason):
 )
 def test_takes_large_keys_that_hold_their_values(backend, size, value, supported, monkeypatch):
     """On Hopper alone, whose shared memory the tiles were cut for; never exactly or with scores."""
-    monkeypatch.setattr(module, "refuses_triton", lambda: None)
+    monkeypatch.setattr(module, "refuses_triton", lambda keys: None)
     q, k = (jax.ShapeDtypeStruct((2, 1, heads, size), jnp.bfloat16) for heads in (4, 1))
     positions = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     supported &= backend is ATTENTION

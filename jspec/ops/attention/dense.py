@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.attention.softmax import accumulate, empty_sums, finish, grouped
+from jspec.ops.cached import FLOAT8
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
@@ -193,15 +195,17 @@ def attention_sizes(
 def _cases() -> list[Case]:
     """Three tokens at the end of a cache, and the result of NumPy.
 
-    Also in bfloat16 with 64 channels, for kernels that use matrix units.
+    Also in bfloat16 with 64 channels, for kernels that use matrix units, over a cache of the same
+    dtype and of 8 bits.
     """
     settings = {"key_positions": None, "scale": 0.25, "window": None, "softcap": None}
     settings["value_size"] = None
 
-    def build(slots: int, size: int, dtype: str) -> tuple[np.ndarray, ...]:
+    def build(slots: int, size: int, dtype: str, cached: DTypeLike) -> tuple[np.ndarray, ...]:
         rng = np.random.default_rng(0)
         shapes = [(1, n, 2, size) for n in (3, slots, slots)]
-        q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+        q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+        q, k, v = q.astype(dtype), k.astype(cached), v.astype(cached)
         return q, k, v, np.array([[slots - 3, slots - 2, slots - 1]], np.int32)
 
     def expected(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -220,7 +224,11 @@ def _cases() -> list[Case]:
 
         return Case(name, made, settings, small=True, expected=lambda: expected(*sizes))
 
-    return [case("three-tokens", 40, 16, "float32"), case("channels-64", 64, 64, "bfloat16")]
+    return [
+        case("three-tokens", 40, 16, "float32", "float32"),
+        case("channels-64", 64, 64, "bfloat16", "bfloat16"),
+        case("8-bits", 64, 64, "bfloat16", FLOAT8),
+    ]
 
 
 # On a GPU a loop with a traced bound waits for the host in every round, which a long prefill chunk

@@ -10,10 +10,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.attention.dense import check_heads, values_in
 from jspec.ops.attention.softmax import accumulate, empty_sums, finish, grouped
+from jspec.ops.cached import FLOAT8
 from jspec.typing import Array
 
 
@@ -178,16 +180,18 @@ def gathered_sizes(
 def _cases() -> list[Case]:
     """Two tokens after five selected ones of ten, without and with weights, by NumPy.
 
-    Also in bfloat16 with 64 channels, for kernels that use matrix units.
+    Also in bfloat16 with 64 channels, for kernels that use matrix units, over a cache of the same
+    dtype and of 8 bits.
     """
     chosen = np.array([[7, 0, -1, 3, 4, 9]], np.int32)
     weights = np.random.default_rng(1).standard_normal((1, 2, 2, 6)).astype(np.float32)
     weights[0, 0, 1, 3] = -np.inf
 
-    def build(size: int, dtype: str) -> tuple[np.ndarray, ...]:
+    def build(size: int, dtype: str, cached: DTypeLike) -> tuple[np.ndarray, ...]:
         rng = np.random.default_rng(0)
         shapes = [(1, n, 2, size) for n in (2, 12, 12)]
-        q, k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes)
+        q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+        q, k, v = q.astype(dtype), k.astype(cached), v.astype(cached)
         positions, tail = np.array([[10, 11]], np.int32), np.array([[10, 11]], np.int32)
         return q, k, v, positions, chosen, tail, np.array([10], np.int32)
 
@@ -212,9 +216,10 @@ def _cases() -> list[Case]:
         return Case(name, builder, static, small=True, expected=expected_case)
 
     return [
-        case("two-tokens", None, 16, "float32"),
-        case("weighted", weights, 16, "float32"),
-        case("channels-64", None, 64, "bfloat16"),
+        case("two-tokens", None, 16, "float32", "float32"),
+        case("weighted", weights, 16, "float32", "float32"),
+        case("channels-64", None, 64, "bfloat16", "bfloat16"),
+        case("8-bits", None, 64, "bfloat16", FLOAT8),
     ]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.attention.dense import ATTENTION, attention_sizes, check_attention
+from jspec.ops.cached import compute_dtype
 from jspec.typing import Array
 
 
@@ -73,11 +74,11 @@ def scored_attention(
 
 def _xla(q, k, v, positions, probe, *, scale, **settings):
     """The reference of `scored_attention`: that of `attention`, and one more matmul."""
-    compute_dtype = q.dtype if q.dtype == k.dtype else jnp.float32
+    dtype = compute_dtype(q, k)
     scores = jnp.einsum(
         "bkh,bskh->bks",
-        probe.astype(compute_dtype),
-        k.astype(compute_dtype),
+        probe.astype(dtype),
+        k.astype(dtype),
         preferred_element_type=jnp.float32,
     )
     run = ATTENTION.backend("xla").run

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jspec.ops.cached import compute_dtype
 from jspec.typing import Array
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -64,17 +65,17 @@ def accumulate(
 
     ``q [B, K, T * G, H]`` scaled, ``k [B, S, K, H]``, ``v [B, S, K, H']``; ``valid``, bool
     ``[B, K or 1, T * G, S]``, says which keys a query reads; ``log_weights [B, K, T * G, S]`` are
-    added to their scores. Queries and keys of different dtypes are multiplied in float32.
+    added to their scores.
     """
     maximum, total, out = sums
-    compute_dtype = q.dtype if q.dtype == k.dtype else jnp.float32
+    dtype = compute_dtype(q, k)
     # Empty slots may hold anything, and 0 * NaN is NaN: their values must go too.
     read = jnp.swapaxes(valid.any(axis=2), 1, 2)
-    v = jnp.where(read[..., None], v, 0).astype(compute_dtype)
+    v = jnp.where(read[..., None], v, 0).astype(dtype)
     scores = jnp.einsum(
         "bkmh,bskh->bkms",
-        q.astype(compute_dtype),
-        k.astype(compute_dtype),
+        q.astype(dtype),
+        k.astype(dtype),
         preferred_element_type=jnp.float32,
     )
     scores = capped(scores, softcap)
@@ -85,7 +86,7 @@ def accumulate(
     weights = jnp.where(valid, jnp.exp(scores - highest[..., None]), 0)
     decay = jnp.exp(maximum - highest)
     values = jnp.einsum(
-        "bkms,bskh->bkmh", weights.astype(compute_dtype), v, preferred_element_type=jnp.float32
+        "bkms,bskh->bkmh", weights.astype(dtype), v, preferred_element_type=jnp.float32
     )
     return Sums(highest, total * decay + weights.sum(axis=-1), out * decay[..., None] + values)
 

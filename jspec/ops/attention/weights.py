@@ -11,6 +11,7 @@ import numpy as np
 from jspec.dispatch import Backend, Case, Operation, always
 from jspec.ops.attention.dense import attention_sizes, check_heads
 from jspec.ops.attention.softmax import capped, grouped
+from jspec.ops.cached import compute_dtype
 from jspec.typing import Array
 
 
@@ -58,10 +59,10 @@ def mean_weights(
 def _xla(q: Array, k: Array, lse: Array, *, scale: float, softcap: float | None) -> Array:
     """The reference of `mean_weights`."""
     kv_heads = k.shape[2]
-    compute_dtype = q.dtype if q.dtype == k.dtype else jnp.float32
-    rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads).astype(compute_dtype)
+    dtype = compute_dtype(q, k)
+    rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads).astype(dtype)
     scores = jnp.einsum(
-        "bkrh,bskh->bkrs", rows, k.astype(compute_dtype), preferred_element_type=jnp.float32
+        "bkrh,bskh->bkrs", rows, k.astype(dtype), preferred_element_type=jnp.float32
     )
     exponents = grouped(lse[..., None], kv_heads)
     counts = exponents > -jnp.inf

@@ -21,7 +21,8 @@ EXACT = 2e-6 if jax.default_backend() == "cpu" else 1e-5
 class Case:
     """``lengths``: what each row's cache holds, the new tokens included; ``padded``: how many of
     the ``tokens`` queries at the end of each row are padding; ``empty``: whether key positions are
-    given, shuffled and with empty slots among them."""
+    given, shuffled and with empty slots among them; ``cached``: the dtype of keys and values, where
+    it is not that of the queries."""
 
     name: str
     tokens: int
@@ -38,6 +39,7 @@ class Case:
     softcap: float | None = None
     value_size: int | None = None
     values_in_keys: bool = False
+    cached: str | None = None
 
     @property
     def settings(self) -> dict:
@@ -94,12 +96,32 @@ CASES = [
     Case("size-96-many-rows", 20, 30, (30, 20), heads=7, kv_heads=1, size=96, window=9),
     Case("bfloat16", 5, 48, (48, 11), dtype="bfloat16"),
     Case("bfloat16-holes", 1, 48, (48, 11), dtype="bfloat16", empty=True),
+    Case("8-bits", 5, 48, (48, 11), dtype="bfloat16", cached="float8_e4m3fn"),
+    Case("8-bits-float32", 2, 48, (48, 11), cached="float8_e4m3fn", window=9),
 ]
 
 # Too large for a CPU's tests.
 LARGE = [
     Case("llama-t1", 1, 20000, (20000, 7777), 32, 8, 128, dtype="bfloat16"),
     Case("llama-t10", 10, 5001, (5001, 10), 32, 8, 128, dtype="bfloat16"),
+    Case(
+        "8-bits-t1", 1, 20000, (20000, 7777), 32, 8, 128, dtype="bfloat16", cached="float8_e4m3fn"
+    ),
+    Case(
+        "8-bits-t10",
+        10,
+        5001,
+        (5001, 10),
+        32,
+        8,
+        128,
+        (0, 3),
+        dtype="bfloat16",
+        cached="float8_e4m3fn",
+    ),
+    Case(
+        "8-bits-gpt-oss", 12, 3000, (3000, 150), 64, 8, 64, dtype="bfloat16", cached="float8_e4m3fn"
+    ),
     Case("mha-t2", 2, 5000, (5000, 2), 16, 16, 64, dtype="float16"),
     Case("gpt-oss-t12", 12, 3000, (3000, 150), 64, 8, 64, dtype="bfloat16", window=128),
     Case("size-80-ring", 1, 1000, (1000, 400), 32, 32, 80, dtype="bfloat16", empty=True),
@@ -135,12 +157,12 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     rng = np.random.default_rng(len(case.name))
     batch = len(case.lengths)
 
-    def normal(*shape):
-        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
+    def normal(dtype, *shape):
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
 
-    q = normal(batch, case.tokens, case.heads, case.size)
+    q = normal(case.dtype, batch, case.tokens, case.heads, case.size)
     k, v = (
-        normal(batch, case.slots, case.kv_heads, size)
+        normal(case.cached or case.dtype, batch, case.slots, case.kv_heads, size)
         for size in (case.size, case.value_size or case.size)
     )
     lengths = np.array(case.lengths)[:, None]

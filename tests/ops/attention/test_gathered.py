@@ -21,7 +21,8 @@ class Case:
     """``chosen``: how many slots each row selects, of which some are -1, and ``counts`` of which
     count; ``lengths``: how many tokens of the ``tail`` are written before the ``tokens`` queries;
     ``padded``: how many queries at the end of each row are padding; ``weighted``: there are
-    log-weights, some of them -inf."""
+    log-weights, some of them -inf; ``cached``: the dtype of keys and values, where it is not that
+    of the queries."""
 
     name: str
     tokens: int
@@ -41,6 +42,7 @@ class Case:
     softcap: float | None = None
     dtype: str = "float32"
     weighted: bool = False
+    cached: str | None = None
 
     @property
     def settings(self) -> dict:
@@ -74,12 +76,18 @@ CASES = [
     ),
     Case("bfloat16", 3, 48, 21, 4, dtype="bfloat16"),
     Case("bfloat16-per-head", 1, 48, 21, 4, per_head=True, dtype="bfloat16"),
+    Case("8-bits", 3, 48, 21, 4, dtype="bfloat16", cached="float8_e4m3fn"),
 ]
 
 # Too large for a CPU's tests.
 LARGE = [
     Case("llama-t1", 1, 6000, 3000, 10, None, False, 2, 32, 8, 128, dtype="bfloat16"),
     Case("llama-t10", 10, 3000, 1025, 12, (1025, 5, 0), False, 3, 32, 8, 128, dtype="bfloat16"),
+    Case(
+        *("8-bits-t10", 10, 3000, 1025, 12, (1025, 5, 0), False, 3, 32, 8, 128),
+        dtype="bfloat16",
+        cached="float8_e4m3fn",
+    ),
     Case("mha-t1", 1, 2000, 512, 1, (512, 77, 300), True, 3, 32, 32, 128, dtype="bfloat16"),
     Case(
         "gqa-per-head-t2", 2, 4000, 700, 9, None, True, 2, 32, 8, 64, dtype="float16", weighted=True
@@ -148,12 +156,12 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     rng = np.random.default_rng(len(case.name))
     batch, kv_heads = case.batch, case.kv_heads
 
-    def normal(*shape):
-        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(case.dtype))
+    def normal(dtype, *shape):
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
 
-    q = normal(batch, case.tokens, case.heads, case.size)
+    q = normal(case.dtype, batch, case.tokens, case.heads, case.size)
     k, v = (
-        normal(batch, case.slots, kv_heads, size)
+        normal(case.cached or case.dtype, batch, case.slots, kv_heads, size)
         for size in (case.size, case.value_size or case.size)
     )
     order = rng.permuted(np.tile(np.arange(case.slots), (batch, 1)), axis=1)

@@ -5,144 +5,62 @@
 // keys, or over both halves, so that the matmuls of some run during the softmax of others.
 // docs/attention.md says more.
 #include <algorithm>
-#include <type_traits>
 
 #include "attention/attention.h"
-#include "attention/hopper.cuh"
 #include "attention/merge.cuh"
+#include "attention/narrow.cuh"
+#include "attention/program.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr uintptr_t kAlignment = 1024;  // of blocks, for copies and matmuls
-
-// What depends on the channels of a head: warpgroups that compute, stages (blocks of keys, and of
-// values, in flight) and registers per thread. With 64 channels two tiles of query rows have two
-// warpgroups each. With 128, whose sums are twice as many, two warpgroups have a tile together, or
-// one each where there are two tiles.
-template <int kChannels>
-struct Shape {
-  static constexpr int kChunks = kChannels / kChunk, kBlockBytes = kChunks * kChunkBytes;
-  static constexpr int kComputing = kChunks == 1 ? 4 : 2, kStages = kChunks == 1 ? 5 : 3;
-  static constexpr int kThreads = (kComputing + 1) * kWarpgroup;
-  static constexpr int kComputeRegisters = kChunks == 1 ? 112 : 240, kCopyRegisters = 24;
-  // A warpgroup that requests more than what a program begins with would wait for ever.
-  static_assert(kComputing * kComputeRegisters + kCopyRegisters <=
-                (kComputing + 1) * (65536 / kThreads / 8 * 8));
-};
-
-template <int kChannels>
-struct Shared {
-  static constexpr int kStages = Shape<kChannels>::kStages;
-  alignas(kAlignment) char keys[kStages][Shape<kChannels>::kBlockBytes];
-  alignas(kAlignment) char values[kStages][Shape<kChannels>::kBlockBytes];
-  // A chunk of the sums over second halves of blocks, and maximum and sum of the weights, on their
-  // way to the warpgroups that have the first halves.
-  float4 joined[Shape<kChannels>::kComputing / 2][9][kWarpgroup];
-  uint64_t last_full;  // a block of values that ends past the length
-  uint64_t keys_full[kStages], keys_free[kStages], values_full[kStages], values_free[kStages];
-};
-
-// The barrier between the warpgroups of a tile's halves is kHalves + tile. 0 is that of all threads.
-constexpr int kHalves = 1;
-
-// A place in the ring of stages.
-template <int kStages>
-struct Place {
-  int slot = 0;
-  uint32_t phase = 0;
-
-  __device__ Place next() const {
-    return slot + 1 == kStages ? Place{0, phase ^ 1} : Place{slot + 1, phase};
-  }
-};
-
-// A work item: a part of the keys of a row's head.
-struct Item {
-  int row, head, part, parts;
-
-  __device__ Item(const Attention& a, int index)
-      : row(index / (a.kv_heads * a.parts)),
-        head(index % a.kv_heads),
-        part(index / a.kv_heads % a.parts),
-        parts(a.parts) {}
-
-  // How many of the first `blocks` blocks of a row belong to this part.
-  __device__ int count(int blocks) const {
-    return blocks > part ? (blocks - part + parts - 1) / parts : 0;
-  }
-  __device__ int first_key(int block) const { return (block * parts + part) * kBlock; }
-};
-
-// The position of a row's query number `lane`, -1 for none.
-__device__ int lane_position(const Attention& a, int row, int lane) {
-  return lane < a.tokens ? a.positions[int64_t(row) * a.tokens + lane] : -1;
-}
-
-// Where the keys end that some query reads.
-__device__ int end_of(const Attention& a, int position) {
-  return min(__reduce_max_sync(kAllLanes, position) + 1, a.slots);
-}
-
-// Where the keys end that all queries read.
-__device__ int common_end_of(int position) {
-  return __reduce_min_sync(kAllLanes, position < 0 ? INT32_MAX - 1 : position) + 1;
-}
-
 // The warp that copies all keys and values of this program's items.
 template <int kChannels>
 __device__ void copy_all(const Attention& a, const CUtensorMap& keys, const CUtensorMap& values,
-                         Shared<kChannels>& shared, int items) {
-  constexpr int kChunks = Shape<kChannels>::kChunks;
+                         Shared<kChannels, false>& shared, int items) {
+  constexpr int kChunks = kChannels / kChunk;
   const int lane = threadIdx.x % 32;
-  Place<Shape<kChannels>::kStages> place;
+  Place<Shared<kChannels, false>::kStages> place;
   uint32_t last_phase = 0;
-  int position = lane_position(a, Item(a, blockIdx.x).row, lane);
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
-    const Item item(a, index);
-    const int end = end_of(a, position);
-    // Read one item ahead.
-    position = lane_position(a, Item(a, min(index + gridDim.x, items - 1)).row, lane);
-    const int count = item.count((end + kBlock - 1) / kBlock);
-    for (int i = 0; i < count; ++i) {
-      const int slot = place.slot, key = item.first_key(i);
-      char* to = shared.values[slot];
-      barrier_wait(&shared.keys_free[slot], place.phase ^ 1);
-      if (lane == 0) {
-        copy_block<kChunks>(shared.keys[slot], keys, item.row, key, item.head,
-                            &shared.keys_full[slot]);
-      }
-      barrier_wait(&shared.values_free[slot], place.phase ^ 1);
-      const bool whole = key + kBlock <= end;
-      uint64_t* full = whole ? &shared.values_full[slot] : &shared.last_full;
-      if (lane == 0) copy_block<kChunks>(to, values, item.row, key, item.head, full);
-      if (!whole) {
-        // Slots past the length may hold anything, and 0 * NaN is NaN.
-        barrier_wait(full, last_phase);
-        last_phase ^= 1;
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          for (int at = (end - key) * kRowBytes + lane * 16; at < kChunkBytes; at += 32 * 16) {
-            *reinterpret_cast<uint4*>(to + chunk * kChunkBytes + at) = {0, 0, 0, 0};
-          }
-        }
-        publish_stores();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.values_full[slot]);
-      }
-      place = place.next();
+  each_block(a, items, [&](const Item& item, int key, int end) {
+    const int slot = place.slot;
+    char* to = shared.values[slot];
+    barrier_wait(&shared.keys_free[slot], place.phase ^ 1);
+    if (lane == 0) {
+      copy_block<kChunks>(shared.keys[slot], keys, item.row, key, item.head,
+                          &shared.keys_full[slot]);
     }
-  }
+    barrier_wait(&shared.values_free[slot], place.phase ^ 1);
+    const bool whole = key + kBlock <= end;
+    uint64_t* full = whole ? &shared.values_full[slot] : &shared.last_full;
+    if (lane == 0) copy_block<kChunks>(to, values, item.row, key, item.head, full);
+    if (!whole) {
+      // Slots past the length may hold anything, and 0 * NaN is NaN.
+      barrier_wait(full, last_phase);
+      last_phase ^= 1;
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        for (int at = (end - key) * kRowBytes + lane * 16; at < kChunkBytes; at += 32 * 16) {
+          *reinterpret_cast<uint4*>(to + chunk * kChunkBytes + at) = {0, 0, 0, 0};
+        }
+      }
+      publish_stores();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&shared.values_full[slot]);
+    }
+    place = place.next();
+  });
 }
 
 // A warpgroup that computes: for each item, the partial result of the query rows of a tile, from
 // `first` on, over half `half` of each block of keys, or over both halves if kBoth. A tile has 64
 // rows if kFull; otherwise every other eight of its rows are unused. `probes`: the last row of the
 // tile is the query that only scores.
-template <int kChannels, bool kFull, bool kBoth>
-__device__ void compute(const Attention& a, Shared<kChannels>& shared, int items, int tile,
-                        int half, int first, bool probes) {
-  constexpr int kRows = kFull ? 2 : 1, kChunks = Shape<kChannels>::kChunks;
-  constexpr int kStages = Shape<kChannels>::kStages, kSteps = kBoth ? 2 : 1;  // steps per block
+template <int kChannels, bool kNarrow, bool kFull, bool kBoth>
+__device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, int items,
+                        int tile, int half, int first, bool probes) {
+  constexpr int kRows = kFull ? 2 : 1, kChunks = kChannels / kChunk;
+  constexpr int kStages = Shape<kChannels, kNarrow>::kStages;
+  constexpr int kSteps = kBoth ? 2 : 1;  // steps per block
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
   const int eighth = lane / 4, quarter = lane % 4, rows = a.tokens * a.group;
   int row_of[kRows];
@@ -172,7 +90,8 @@ __device__ void compute(const Attention& a, Shared<kChannels>& shared, int items
 #pragma unroll
         for (int j = 0; j < kChannels / 8; ++j) {
           const uint16_t* pair = source + 8 * j + 2 * quarter;
-          q[j / 2][j % 2 * 2 + i] = *reinterpret_cast<const uint32_t*>(pair);
+          const uint32_t both = *reinterpret_cast<const uint32_t*>(pair);
+          q[j / 2][j % 2 * 2 + i] = kNarrow ? float16_from_bfloat16(both) : both;
         }
       }
     }
@@ -200,7 +119,7 @@ __device__ void compute(const Attention& a, Shared<kChannels>& shared, int items
     // The scores of a step; its keys are free after the last step of a block. Past the last step
     // this multiplies anything, and nothing reads it.
     const auto score = [&](int step) {
-      multiply_keys<kChannels>(scores, q, shared.keys[place.slot] + half_of(step) * kHalfBytes);
+      multiply_keys<kChannels, kNarrow>(scores, q, shared.keys[place.slot] + half_of(step) * kHalfBytes);
       await_matmul(scores);
       if (step < steps && step % kSteps == kSteps - 1) release(shared.keys_free, place.slot);
     };
@@ -217,11 +136,11 @@ __device__ void compute(const Attention& a, Shared<kChannels>& shared, int items
         }
       }
       const auto position_of = [&](int i, int j) { return key + 8 * i + 2 * quarter + j; };
-      if (softmax.template weigh<kMasked, 8>(scores, weights, position_of)) {
+      if (softmax.template weigh<kMasked, 8, kNarrow>(scores, weights, position_of)) {
         for (int chunk = 0; chunk < kChunks; ++chunk) softmax.apply_decay(out[chunk]);
       }
       if (step % kSteps == 0) wait(shared.values_full);
-      add_values<kChunks>(out, weights, shared.values[slot] + half_of(step) * kHalfBytes);
+      add_values<kNarrow>(out, weights, shared.values[slot] + half_of(step) * kHalfBytes);
       const bool ends_block = step % kSteps == kSteps - 1;
       if (ends_block) {
         place = place.next();
@@ -298,57 +217,67 @@ __device__ void compute(const Attention& a, Shared<kChannels>& shared, int items
   }
 }
 
-template <int kChannels>
-__global__ void __launch_bounds__(Shape<kChannels>::kThreads, 1)
+template <int kChannels, bool kNarrow>
+__global__ void __launch_bounds__(Shape<kChannels, kNarrow>::kThreads, 1)
     attention_parts(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap keys,
                     const __grid_constant__ CUtensorMap values) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Shape = Shape<kChannels>;
+  using Shape = Shape<kChannels, kNarrow>;
   extern __shared__ char memory[];
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kAlignment - 1) & -kAlignment;
-  auto& shared = *reinterpret_cast<Shared<kChannels>*>(begin);
+  auto& shared = *reinterpret_cast<Shared<kChannels, kNarrow>*>(begin);
   if (threadIdx.x == 0) {
+    constexpr int kFilling = kNarrow ? 4 : 1;  // a lane of each warp that converts, or the copy
     barrier_init(&shared.last_full, 1);
     for (int i = 0; i < Shape::kStages; ++i) {
-      barrier_init(&shared.keys_full[i], 1);
-      barrier_init(&shared.values_full[i], 1);
+      barrier_init(&shared.keys_full[i], kFilling);
+      barrier_init(&shared.values_full[i], kFilling);
       barrier_init(&shared.keys_free[i], Shape::kComputing * 4);  // a lane of each warp
       barrier_init(&shared.values_free[i], Shape::kComputing * 4);
     }
+    if constexpr (kNarrow) init_barriers(shared.arriving);
     publish_barriers();
   }
   __syncthreads();
   const int items = a.batch * a.kv_heads * a.parts, rows = a.tokens * a.group;
   const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0);
   const bool scored = a.probe != nullptr;
-  if (warpgroup == Shape::kComputing) {
+  if (warpgroup == Shape::kWarpgroups - 1) {
     release_registers<Shape::kCopyRegisters>();
-    if (threadIdx.x % kWarpgroup < 32) copy_all<kChannels>(a, keys, values, shared, items);
-  } else if constexpr (kChannels == 64) {
-    take_registers<Shape::kComputeRegisters>();
+    if (threadIdx.x % kWarpgroup < 32) copy_all(a, keys, values, shared, items);
+    return;
+  }
+  if constexpr (kNarrow) {
+    if (warpgroup == Shape::kComputing) {
+      release_registers<Shape::kConvertRegisters>();
+      convert_all(a, shared, items);
+      return;
+    }
+  }
+  take_registers<Shape::kComputeRegisters>();
+  if constexpr (kChannels == 64) {
     const int tile = warpgroup / 2, half = warpgroup % 2, first = tile * (rows > 64 ? 64 : 32);
     // Unused rows cost no softmax: a tile is full only where it must be.
     if (rows > (tile ? 96 : 64)) {
-      compute<kChannels, true, false>(a, shared, items, tile, half, first, scored && tile);
+      compute<64, kNarrow, true, false>(a, shared, items, tile, half, first, scored && tile);
     } else {
-      compute<kChannels, false, false>(a, shared, items, tile, half, first, scored && tile);
+      compute<64, kNarrow, false, false>(a, shared, items, tile, half, first, scored && tile);
     }
   } else {
-    take_registers<Shape::kComputeRegisters>();
     const int half = warpgroup;
     if (rows + scored > 64) {
-      compute<kChannels, true, true>(a, shared, items, half, 0, half * 64, scored && half);
+      compute<128, kNarrow, true, true>(a, shared, items, half, 0, half * 64, scored && half);
     } else if (rows > 32) {
-      compute<kChannels, true, false>(a, shared, items, 0, half, 0, scored);
+      compute<128, kNarrow, true, false>(a, shared, items, 0, half, 0, scored);
     } else {
-      compute<kChannels, false, false>(a, shared, items, 0, half, 0, scored);
+      compute<128, kNarrow, false, false>(a, shared, items, 0, half, 0, scored);
     }
   }
 #endif
 }
 
 // How copies find the blocks of a cache. Returns the error's message, or null.
-const char* map_of(const Attention& a, const uint16_t* cache, CUtensorMap* map) {
+const char* map_of(const Attention& a, const void* cache, CUtensorMap* map) {
   void* encode = nullptr;
   cudaDriverEntryPointQueryResult status;
 #if CUDART_VERSION >= 12050
@@ -361,28 +290,37 @@ const char* map_of(const Attention& a, const uint16_t* cache, CUtensorMap* map) 
   if (error != cudaSuccess) return cudaGetErrorString(error);
   if (status != cudaDriverEntryPointSuccess) return "the driver has no cuTensorMapEncodeTiled";
   const cuuint64_t channels = a.channels, heads = a.kv_heads, slots = a.slots;
-  const cuuint64_t head_bytes = channels * 2, slot_bytes = heads * head_bytes;
+  const cuuint64_t head_bytes = channels * (a.narrow ? 1 : 2), slot_bytes = heads * head_bytes;
   const cuuint64_t sizes[] = {channels, heads, slots, cuuint64_t(a.batch)};
   const cuuint64_t strides[] = {head_bytes, slot_bytes, slots * slot_bytes};
-  const cuuint32_t box[] = {kChunk, 1, kBlock, 1}, steps[] = {1, 1, 1, 1};
+  const cuuint32_t box[] = {a.narrow ? cuuint32_t(channels) : kChunk, 1, kBlock, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<uint16_t*>(cache), sizes, strides, box,
-      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      map, a.narrow ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+      const_cast<void*>(cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      a.narrow ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused the cache";
 }
 
-template <int kChannels>
+template <int kChannels, bool kNarrow>
 const char* launch_parts(const Attention& a, const CUtensorMap& keys, const CUtensorMap& values,
                          Stream stream) {
   int device, multiprocessors;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   const int blocks = std::min(a.batch * a.kv_heads * a.parts, multiprocessors);
-  constexpr int kBytes = sizeof(Shared<kChannels>) + kAlignment;
+  constexpr int kBytes = sizeof(Shared<kChannels, kNarrow>) + kAlignment;
   static_assert(kBytes <= 227 * 1024);
-  return launch_behind(attention_parts<kChannels>, blocks, Shape<kChannels>::kThreads, kBytes,
-                       false, stream, a, keys, values);
+  return launch_behind(attention_parts<kChannels, kNarrow>, blocks,
+                       Shape<kChannels, kNarrow>::kThreads, kBytes, false, stream, a, keys, values);
+}
+
+template <int kChannels>
+const char* launch_of(const Attention& a, const CUtensorMap& keys, const CUtensorMap& values,
+                      Stream stream) {
+  const auto launch = a.narrow ? launch_parts<kChannels, true> : launch_parts<kChannels, false>;
+  return launch(a, keys, values, stream);
 }
 
 }  // namespace
@@ -391,7 +329,7 @@ const char* attention(const Attention& a, Stream stream) {
   CUtensorMap keys, values;
   if (const char* refused = map_of(a, a.k, &keys)) return refused;
   if (const char* refused = map_of(a, a.v, &values)) return refused;
-  const auto launch = a.channels == 64 ? launch_parts<64> : launch_parts<128>;
+  const auto launch = a.channels == 64 ? launch_of<64> : launch_of<128>;
   if (const char* failed = launch(a, keys, values, stream)) return failed;
   return launch_merge(Merge{a.partial_out, a.partial_sums, a.positions, a.out, a.lse, a.batch,
                             a.tokens, a.kv_heads, a.group, a.parts},

@@ -1,6 +1,6 @@
 // Attention of up to 128 query rows per key-value head, of 64 or 128 channels: arguments and
-// launch. The arrays are those of jspec/ops/attention; queries, keys, values and outputs are
-// bfloat16.
+// launch. The arrays are those of jspec/ops/attention; queries and outputs are bfloat16, keys
+// and values are too, or have 8 bits (E4M3).
 #pragma once
 
 #include "attention/parts.h"
@@ -15,8 +15,8 @@ constexpr int kBlock = 128;
 
 struct Attention {
   const uint16_t* q;         // [batch, tokens, kv_heads, group, channels]
-  const uint16_t* k;         // [batch, slots, kv_heads, channels]
-  const uint16_t* v;         // as k
+  const void* k;             // [batch, slots, kv_heads, channels]
+  const void* v;             // as k
   const int32_t* positions;  // [batch, tokens], -1 for padding
   const uint16_t* probe;     // [batch, kv_heads, channels], null for none
   uint16_t* out;             // as q
@@ -32,6 +32,7 @@ struct Attention {
   int32_t channels;  // of a head: 64 or 128
   int32_t parts;     // into which the keys of a head are split
   float scale;
+  bool narrow;  // whether keys and values have 8 bits
 };
 
 // Returns the error's message, or null.

@@ -30,11 +30,14 @@ ffi::Error attend(Stream stream, const ffi::RemainingArgs& arguments,
                    kMaxParts, " parts");
   }
   const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32;
+  const auto F8 = ffi::DataType::F8E4M3FN;
+  const bool narrow = buffers[1].element_type() == F8;
+  const auto CACHE = narrow ? F8 : BF16;
   const std::vector<int64_t> cache = {slots, kv_heads, channels};
   error = buffers.check(0, batch,
                         {{"q", BF16, {tokens, heads, channels}},
-                         {"k", BF16, cache},
-                         {"v", BF16, cache},
+                         {"k", CACHE, cache},
+                         {"v", CACHE, cache},
                          {"positions", ffi::DataType::S32, {tokens}}});
   if (error.failure()) return error;
   const size_t first = arguments.size();
@@ -53,12 +56,14 @@ ffi::Error attend(Stream stream, const ffi::RemainingArgs& arguments,
   const auto values = [&](size_t i) { return buffers.data<uint16_t>(i); };
   const auto floats = [&](size_t i) { return buffers.data<float>(i); };
   return launched(attention(
-      Attention{values(0), values(1), values(2), buffers.data<int32_t>(3),
+      Attention{values(0), buffers.data<void>(1), buffers.data<void>(2),
+                buffers.data<int32_t>(3),
                 scored ? values(4) : nullptr, values(first), floats(first + 1),
                 scored ? floats(first + 4) : nullptr, floats(first + 2), floats(first + 3),
                 static_cast<int32_t>(batch), static_cast<int32_t>(slots),
                 static_cast<int32_t>(kv_heads), static_cast<int32_t>(tokens),
-                static_cast<int32_t>(group), static_cast<int32_t>(channels), parts, scale},
+                static_cast<int32_t>(group), static_cast<int32_t>(channels), parts, scale,
+                narrow},
       stream));
 }
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ uint64_t descriptor(const char* tile) {
 }
 
 // Starts scores = q keys^T for the half block `keys`.
-template <int kChannels>
+template <int kChannels, bool kFloat16>
 __device__ __forceinline__ void multiply_keys(float (&scores)[32],
                                               const uint32_t (&q)[kChannels / 16][4],
                                               const char* keys) {
@@ -41,13 +41,13 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[32],
 #pragma unroll
   for (int i = 0; i < kChannels / 16; ++i) {
     const uint64_t chunk = descriptor(keys + i * 16 / kChunk * kChunkBytes);
-    multiply<false>(scores, q[i], chunk + i % (kChunk / 16) * 32 / 16, i > 0);
+    multiply<false, kFloat16>(scores, q[i], chunk + i % (kChunk / 16) * 32 / 16, i > 0);
   }
   end_matmul();
 }
 
 // Starts sums += weights values for the half block `values`.
-template <int kChunks>
+template <bool kFloat16, int kChunks>
 __device__ __forceinline__ void add_values(float (&sums)[kChunks][32],
                                            const uint32_t (&weights)[4][4], const char* values) {
   begin_matmul();
@@ -56,7 +56,7 @@ __device__ __forceinline__ void add_values(float (&sums)[kChunks][32],
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const uint64_t tile = descriptor(values + chunk * kChunkBytes);
-      multiply<true>(sums[chunk], weights[i], tile + i * 16 * kRowBytes / 16, true);
+      multiply<true, kFloat16>(sums[chunk], weights[i], tile + i * 16 * kRowBytes / 16, true);
     }
   }
   end_matmul();

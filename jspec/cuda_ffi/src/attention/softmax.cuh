@@ -29,9 +29,10 @@ struct Softmax {
     for (int row = 0; row < kRows; ++row) top[row] = kLowest, sum[row] = 0;
   }
 
-  // The weights of the keys of a tile, as the left factor of a matmul. `position_of(i, j)` is the
-  // position of the key in column (i, j). Returns whether `decay` must be applied to earlier sums.
-  template <bool kMasked, int kTiles, typename PositionOf>
+  // The weights of the keys of a tile, as the left factor of a matmul, in bfloat16 or float16.
+  // `position_of(i, j)` is the position of the key in column (i, j). Returns whether `decay` must be
+  // applied to earlier sums.
+  template <bool kMasked, int kTiles, bool kFloat16 = false, typename PositionOf>
   __device__ __forceinline__ bool weigh(float (&scores)[4 * kTiles],
                                         uint32_t (&weights)[kTiles / 2][4],
                                         PositionOf position_of) {
@@ -77,7 +78,7 @@ struct Softmax {
         const float high = exp2_fast(fmaf(scores[4 * i + 2 * row + 1], unit, -higher));
         sums[0] += low;
         sums[1] += high;
-        weights[i / 2][i % 2 * 2 + row] = packed(low, high);
+        weights[i / 2][i % 2 * 2 + row] = kFloat16 ? packed_float16(low, high) : packed(low, high);
       }
       sum[row] = sums[0] + sums[1];
     }

@@ -1,4 +1,4 @@
-// bfloat16 on a CPU, by its bits.
+// bfloat16 and E4M3 on a CPU, by their bits.
 #pragma once
 
 #include <cmath>
@@ -12,6 +12,15 @@ inline float wide(uint16_t value) {
   float found;
   std::memcpy(&found, &bits, 4);
   return found;
+}
+
+// Of E4M3, which has no infinities.
+inline float wide(uint8_t value) {
+  const int exponent = value >> 3 & 15, mantissa = value & 7;
+  const float size = (value & 127) == 127 ? NAN
+                     : exponent           ? std::ldexp(8.0f + mantissa, exponent - 10)
+                                          : std::ldexp(float(mantissa), -9);
+  return value & 128 ? -size : size;
 }
 
 inline uint16_t narrow(float value) {

@@ -25,6 +25,13 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
   return both;
 }
 
+// As float16.
+__device__ __forceinline__ uint32_t packed_float16(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
 // Starts the copy of 16 bytes to shared memory; zeros where not `there`.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),

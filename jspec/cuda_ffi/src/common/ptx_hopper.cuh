@@ -76,6 +76,15 @@ __device__ __forceinline__ void copy_tile(char* to, const CUtensorMap& from, int
       : "memory");
 }
 
+// Two numbers of 8 bits, E4M3, as float16: both formats are exact.
+__device__ __forceinline__ uint32_t float16_of(uint32_t pair) {
+  uint32_t both;
+  asm("{\n.reg .b16 low;\ncvt.u16.u32 low, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}"
+      : "=r"(both)
+      : "r"(pair));
+  return both;
+}
+
 #define JSPEC_32(f, x)                                                                         \
   f(x[0]), f(x[1]), f(x[2]), f(x[3]), f(x[4]), f(x[5]), f(x[6]), f(x[7]), f(x[8]), f(x[9]),    \
       f(x[10]), f(x[11]), f(x[12]), f(x[13]), f(x[14]), f(x[15]), f(x[16]), f(x[17]), f(x[18]), \
@@ -83,19 +92,26 @@ __device__ __forceinline__ void copy_tile(char* to, const CUtensorMap& from, int
       f(x[28]), f(x[29]), f(x[30]), f(x[31])
 #define JSPEC_READ_WRITE(x) "+f"(x)
 
-// Starts sum (+)= a b of 64 rows, 16 inner and 64 columns. `b` describes [columns, inner] in shared
-// memory, or, if transposed, [inner, columns].
-template <bool kTransposed>
+#define JSPEC_MULTIPLY(types)                                                                    \
+  asm volatile(                                                                                  \
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"                                         \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." types " "                                    \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "   \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                       \
+      "{%32, %33, %34, %35}, %36, adds, 1, 1, %38;\n}"                                           \
+      : JSPEC_32(JSPEC_READ_WRITE, sum)                                                          \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(kTransposed)))
+
+// Starts sum (+)= a b of 64 rows, 16 inner and 64 columns, both factors of 16 bits: float16 or
+// bfloat16. `b` describes [columns, inner] in shared memory, or, if transposed, [inner, columns].
+template <bool kTransposed, bool kFloat16>
 __device__ __forceinline__ void multiply(float (&sum)[32], const uint32_t (&a)[4], uint64_t b,
                                          bool adds) {
-  asm volatile(
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, adds, 1, 1, %38;\n}"
-      : JSPEC_32(JSPEC_READ_WRITE, sum)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(kTransposed)));
+  if constexpr (kFloat16) {
+    JSPEC_MULTIPLY("f16.f16");
+  } else {
+    JSPEC_MULTIPLY("bf16.bf16");
+  }
 }
 
 __device__ __forceinline__ void begin_matmul() {
@@ -111,6 +127,7 @@ __device__ __forceinline__ void await_matmul(float (&sum)[32]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_32(JSPEC_READ_WRITE, sum)::"memory");
 }
 
+#undef JSPEC_MULTIPLY
 #undef JSPEC_READ_WRITE
 #undef JSPEC_32
 

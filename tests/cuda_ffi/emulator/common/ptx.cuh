@@ -14,6 +14,22 @@ inline float exp2_fast(float x) { return std::exp2(x); }
 
 inline uint32_t packed(float low, float high) { return uint32_t(narrow(high)) << 16 | narrow(low); }
 
+// float16 by the type of the compiler.
+inline uint16_t float16(float value) {
+  const _Float16 rounded = value;
+  uint16_t bits;
+  std::memcpy(&bits, &rounded, 2);
+  return bits;
+}
+inline float wide_float16(uint16_t bits) {
+  _Float16 value;
+  std::memcpy(&value, &bits, 2);
+  return value;
+}
+inline uint32_t packed_float16(float low, float high) {
+  return uint32_t(float16(high)) << 16 | float16(low);
+}
+
 // A copy that was started. Until it is awaited its target is NaN: hardware writes at any moment
 // between.
 struct StartedCopy {
@@ -81,7 +97,7 @@ void load_matrices(uint32_t (&to)[4], const void* row) {
 inline void multiply_add(float* sum, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const auto all = emulator::warp_values(std::array<uint32_t, 6>{a[0], a[1], a[2], a[3], b0, b1});
   const int eighth = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
-  const auto half_of = [](uint32_t both, int i) { return wide(both >> 16 * i); };
+  const auto half_of = [](uint32_t both, int i) { return wide(uint16_t(both >> 16 * i)); };
   for (int i = 0; i < 2; ++i) {    // row eighth + 8 i
     for (int j = 0; j < 2; ++j) {  // column 2 quarter + j
       for (int inner = 0; inner < 16; ++inner) {

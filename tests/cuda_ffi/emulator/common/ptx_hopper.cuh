@@ -28,12 +28,17 @@ inline MemoryBarrier& memory_barrier(const void* barrier) {
   return memory_barriers[barrier];
 }
 
+// Numbers of 8 bits, E4M3, as float16.
+inline uint32_t float16_of(uint32_t pair) {
+  return packed_float16(wide(uint8_t(pair)), wide(uint8_t(pair >> 8)));
+}
+
 // A matmul that was started: of this thread's two rows of the left factor.
 struct StartedMatmul {
   float* sum;
   float a[2][16];
   uint64_t b;
-  bool adds, transposed;
+  bool adds, transposed, float16;
 };
 
 inline std::vector<StartedMatmul> started[1024];
@@ -77,7 +82,7 @@ inline void write_tile(uint32_t begin, const CUtensorMap& from, int x, int y, in
   for (unsigned l = 0; l < from.box[3]; ++l) {
     for (unsigned k = 0; k < from.box[2]; ++k) {
       for (unsigned j = 0; j < from.box[1]; ++j) {
-        for (unsigned i = 0; i < from.box[0]; ++i, at += 2) {
+        for (unsigned i = 0; i < from.box[0]; ++i, at += from.element) {
           const uint64_t place[] = {uint64_t(x) + i, uint64_t(y) + j, uint64_t(z) + k,
                                     uint64_t(w) + l};
           uint16_t value = 0;
@@ -87,8 +92,9 @@ inline void write_tile(uint32_t begin, const CUtensorMap& from, int x, int y, in
             inside &= place[d] < from.sizes[d];
             offset += place[d] * from.strides[d];
           }
-          if (inside) std::memcpy(&value, from.data + offset, 2);
-          std::memcpy(shared_pointer(swizzled(begin + at)), &value, 2);
+          if (inside) std::memcpy(&value, from.data + offset, from.element);
+          const uint32_t to = from.swizzled ? swizzled(begin + at) : begin + at;
+          std::memcpy(shared_pointer(to), &value, from.element);
         }
       }
     }
@@ -101,23 +107,24 @@ inline void copy_tile(char* to, const CUtensorMap& from, int x, int y, int z, in
                       uint64_t* full) {
   const uint32_t begin = shared_address(to);
   if (begin % 1024) emulator::fail("a tile that is not aligned");
-  std::memset(to, 0xff, 2 * from.box[0] * from.box[1] * from.box[2] * from.box[3]);
+  std::memset(to, 0xff, from.element * from.box[0] * from.box[1] * from.box[2] * from.box[3]);
   emulator::copies_in_flight.push_back([=, map = from] {
     write_tile(begin, map, x, y, z, w, full);
   });
 }
 
-template <bool kTransposed>
+template <bool kTransposed, bool kFloat16>
 void multiply(float (&sum)[32], const uint32_t (&a)[4], uint64_t b, bool adds) {
   using Fragment = std::array<uint32_t, 4>;
   const auto fragments = emulator::warpgroup_values(Fragment{a[0], a[1], a[2], a[3]});
-  StartedMatmul started_matmul{sum, {}, b, adds, kTransposed};
+  StartedMatmul started_matmul{sum, {}, b, adds, kTransposed, kFloat16};
   const int first = threadIdx.x % kWarpgroup / 4 * 4;
   for (int quarter = 0; quarter < 4; ++quarter) {
     for (int i = 0; i < 4; ++i) {  // register i: row i % 2 of the thread, columns 8 (i / 2) + ...
       for (int j = 0; j < 2; ++j) {
         const uint16_t bits = fragments[first + quarter][i] >> 16 * j;
-        started_matmul.a[i % 2][i / 2 * 8 + 2 * quarter + j] = wide(bits);
+        started_matmul.a[i % 2][i / 2 * 8 + 2 * quarter + j] =
+            kFloat16 ? wide_float16(bits) : wide(bits);
       }
     }
   }
@@ -140,7 +147,7 @@ inline void await_matmul(float (&)[32]) {
         const uint32_t place = begin + row / 8 * stride + row % 8 * 128 + at * 2;
         uint16_t bits;
         std::memcpy(&bits, shared_pointer(swizzled(place)), 2);
-        b[inner] = wide(bits);
+        b[inner] = x.float16 ? wide_float16(bits) : wide(bits);
       }
       for (int row = 0; row < 2; ++row) {
         float& sum = x.sum[column / 8 * 4 + 2 * row + column % 2];
