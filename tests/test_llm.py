@@ -352,6 +352,22 @@ def test_log_probabilities_have_the_form_of_vllm(llm):
     assert set(sizes) == {5, 6}
 
 
+def test_tokens_of_a_prompt_have_log_probabilities(llm):
+    results = llm.generate([CODE, "x"], SHORT, n=2, prompt_logprobs=2, logprobs=0)
+    ids = [llm.tokenizer.encode(text) for text in (CODE, "x")]
+    for index, result in enumerate(results):
+        (scores,) = score_top_tokens(llm.model, [ids[index // 2]], 2)
+        first, *rest = result.prompt_logprobs
+        assert first is None
+        for token, logprobs, value, top in zip(
+            ids[index // 2][1:], rest, scores.logprobs, scores.top_tokens, strict=True
+        ):
+            assert list(logprobs) == list(dict.fromkeys([token, *top.tolist()]))
+            np.testing.assert_allclose(logprobs[token], value, atol=1e-5)
+        assert result.logprob_arrays.sampling.logprobs.shape == (len(result.tokens),)
+    assert llm.generate(CODE, SHORT)[0].prompt_logprobs is None
+
+
 def test_prompts_have_the_forms_of_vllm(llm, plain):
     ids = llm.tokenizer.encode(CODE)
     forms = [CODE, CODE.encode(), ids, tuple(ids), np.asarray(ids, np.int32)]

@@ -187,10 +187,13 @@ needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
 @needs_8
-def test_shards_of_the_vocabulary_process_the_same_logits():
+@pytest.mark.parametrize(
+    "draft", [STREAMING, jspec.Chain(NGRAM, STREAMING, inner=2, rounds=2)], ids=["self", "chain"]
+)
+def test_shards_of_the_vocabulary_process_the_same_logits(draft):
     model = jspec.Decoder(CONFIG, rngs=nnx.Rngs(0))
-    texts, rows = prompts((6, 3), vocabulary=40), params()[:2]
-    options: dict[str, Any] = {"draft": STREAMING, "gamma": 2, "processors": [SUM]}
+    texts, rows = prompts((6, 3), vocabulary=40), params(temperature=0.9)[:2]
+    options: dict[str, Any] = {"draft": draft, "gamma": 2, "processors": [SUM]}
     alone = jspec.generate(model, texts, rows, **options).tokens
     sharded = helix.shard(model, helix.HelixConfig(kvp=1, tpa=2, block=4))
     assert sharded.vocabulary_axes

@@ -204,9 +204,9 @@ class Chain(Drafter):
             is_refresh=is_refresh,
         )
         logits = model.logits(hidden)
-        if state.processing is not None:
-            logits = state.processing.process(logits, drafted.tokens)
         token_positions, axes = state.lengths[:, None] + index, vocabulary_axes(models.target)
+        if state.processing is not None:
+            logits = state.processing.process(logits, drafted.tokens, axes)
         model_tokens = drawn(state, logits, token_positions, axes)
         verified = verify_greedy(drafted.tokens, model_tokens, drafted.lengths, state.stop_tokens)
         committed, rows = commit(
