@@ -54,6 +54,14 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "t0.8": {"temperature": 0.8},
     "paper": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
 }
+# Of the time of a step alone: what logits processors and log-probabilities cost.
+STEP_SAMPLING = SAMPLING | {
+    "bias": {"logit_bias": {1: 1.0}, "banned_tokens": (2, 3)},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "logprobs": {"logprobs": 0},
+    "top5": {"logprobs": 5},
+    "top5-paper": {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "logprobs": 5},
+}
 
 
 def preferring(name: str) -> jspec.Backends:

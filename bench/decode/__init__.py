@@ -27,7 +27,7 @@ from bench.decode.check import LAYERS, first_selecting
 from bench.decode.iterations import Iteration
 from bench.decode.shapes import drawn
 from bench.decode.states import NoisyPadding
-from bench.drafters import ALL, BACKENDS, SAMPLING, preferring
+from bench.drafters import ALL, BACKENDS, STEP_SAMPLING, preferring
 from bench.point import Row, row, spread
 from bench.policies import NAMES, arrays_of, policies
 from bench.program import Absent
@@ -52,7 +52,7 @@ DRAFTS = tuple(name for name, text in ALL.items() if ">" not in text and text no
 USUAL = ("vegas", "vegas-first", "streaming", "quest", "specextend", "vegas-int8", "vegas-mxfp4")
 READS = ("dense", "hata", "quest_32", "loki", "magicpig", "exact_topk", "streaming")
 MODEL_NAMES = tuple(name for name, config in MODELS.items() if config.latent is None)
-CHOICES = {"model": MODEL_NAMES, "exact": ("no", "yes"), "sampling": tuple(SAMPLING)}
+CHOICES = {"model": MODEL_NAMES, "exact": ("no", "yes"), "sampling": tuple(STEP_SAMPLING)}
 SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K")
 SMALL = "qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b"
 OTHERS = (  # by `--case` alone

@@ -210,7 +210,7 @@ class _Result:
 @partial(jax.jit, static_argnames="config")
 def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepConfig) -> _Result:
     with config.of_models():
-        drafted, after = draft(models, state, config)
+        drafted, after = draft(models, state.with_processor_states(), config)
         after = dataclasses.replace(after, cache=after.cache.with_lengths(state.cache.lengths))
         whole = Drafted(tokens, jnp.full(state.lengths.shape, config.gamma, jnp.int32))
         target, _, pass_state = run_target(models, after, whole, config)

@@ -18,7 +18,7 @@ from bench.decode import floors, kernels
 from bench.decode.check import Check
 from bench.decode.running import CHUNKS, Loop, compiled, memory_of, rewound, too_large
 from bench.decode.states import Blueprint
-from bench.drafters import SAMPLING
+from bench.drafters import STEP_SAMPLING
 from bench.program import failure
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models
@@ -63,7 +63,7 @@ class Iteration:
             *(target, self.case["B"], self.case["S"], self.config.gamma, room),
             policy=self.config.cache_policy,
             exact=self.config.exact,
-            sampling=SAMPLING[self.case.get("sampling", "greedy")],
+            sampling=STEP_SAMPLING[self.case.get("sampling", "greedy")],
         )
 
         def drafter_state(models: Models) -> Any:

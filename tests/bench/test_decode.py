@@ -152,6 +152,15 @@ def test_a_step_by_a_backend_says_what_each_operation_took(tiny):
     assert "tokens_per_s" not in row  # the draft is noise
 
 
+@pytest.mark.parametrize(
+    ("sampling", "draft"),
+    [("penalties", "vegas"), pytest.param("top5-paper", "verification", marks=pytest.mark.slow)],
+)
+def test_a_step_with_processors_or_log_probabilities_is_timed(sampling, draft, tiny):
+    row = rows(BACKEND, f"B=2,S=300,gamma=2,sampling={sampling},draft={draft}", "default")
+    assert len(row["default"]["step_ns"]) == 3
+
+
 def test_a_prefill_is_over_the_dense_one_and_wrong_keys_are_told(tiny, monkeypatch):
     measured = rows(PREFILL, "S=130", "hata")
     assert [row["checked"] for row in measured.values()] == [True, True]
