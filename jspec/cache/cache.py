@@ -83,6 +83,10 @@ class Shards(Protocol):
         """The entries of ``x [N, ...]`` for the heads that `attended` returns."""
         ...
 
+    def over_positions(self, lse: Array) -> Array:
+        """The log-sum-exp over the keys of all devices, by ``lse`` over those of this one."""
+        ...
+
     def over_heads(self, x: Array) -> Array:
         """The sum of ``x`` over the devices that hold the other key-value heads."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -103,6 +104,9 @@ class Exchange:
 
     def local_heads(self, x: Array) -> Array:
         return x if self.helix.strategy == "medha" else local_heads(x, self.helix.kvp_axes, 0)
+
+    def over_positions(self, lse: Array) -> Array:
+        return jax.nn.logsumexp(lax.all_gather(lse, self.helix.kvp_axes), axis=0)
 
     def over_heads(self, x: Array) -> Array:
         return lax.psum(x, self.helix.tpa_axes)

@@ -158,7 +158,7 @@ class Sharded:
             raise ValueError(
                 f"{reads} does not run on the mesh of {self.helix}, as its runs_on_mesh is False: "
                 "it cannot select from a device's share of the cache; take Dense, Streaming at the "
-                "original positions, ExactTopK, Loki, Hata, or Vegas"
+                "original positions, ExactTopK, Loki, Hata, Vegas, or SparseSpec"
             )
         if not isinstance(reads, Dense) and self.helix.strategy != "helix":
             raise ValueError(

@@ -117,14 +117,19 @@ class CollectingAttend(Attend):
             out, lse, scores = scored_attention(*arguments, probe.astype(q.dtype), **settings)
             return out, lse, policy.pick(scores, cache, layer, self.context_len)
         out, lse = attention(*arguments, **settings)
-        if sinks is not None and policy.score == "weight":
-            queries = Queries(q, jnp.logaddexp(lse, sinks[None, None]))
-        else:
-            queries = Queries(q, lse)
+        queries = Queries(q, lse)
+        if policy.score == "weight":
+            queries = Queries(q, _whole_lse(cache, lse, sinks))
         if scoring is None and policy.needs_verdict:
             return out, lse, queries
         scoring = policy.scoring(self.positions) if scoring is None else scoring
         return out, lse, _picked(policy, cache, layer, queries, scoring, self.context_len)
+
+
+def _whole_lse(cache: Cache, lse: Array, sinks: Array | None) -> Array:
+    """The log-sum-exp that weights are relative to: over the keys of all devices, and sinks."""
+    lse = lse if cache.shards is None else cache.shards.over_positions(lse)
+    return lse if sinks is None else jnp.logaddexp(lse, sinks[None, None])
 
 
 def run_collecting(

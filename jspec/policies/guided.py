@@ -119,7 +119,7 @@ class Guided(Budgeted):
 
     @property
     def runs_on_mesh(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.score != "weight" and not self.needs_verdict and self.page_size == 1
+        return self.page_size == 1
 
     def columns(self, layer: int, spec: LayerSpec) -> Shapes:
         return self.cache_policy.columns(layer, spec)

@@ -166,8 +166,12 @@ def test_slots_of_an_engine_select(tiny, queries_and_keys):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_devices_of_a_mesh_select_together(tiny, queries_and_keys):
-    mesh = helix.HelixConfig(kvp=2, tpa=2, block=4)
-    config = StepConfig(GAMMA, GuidedDraft(VEGAS))
+@pytest.mark.parametrize(
+    "name",
+    ["logit", "weight", *(pytest.param(x, marks=pytest.mark.slow) for x in ("last", "softmax"))],
+)
+def test_devices_of_a_mesh_select_together(name, tiny, queries_and_keys):
+    policy, mesh = POLICIES[name], helix.HelixConfig(kvp=2, tpa=2, block=4)
+    config = StepConfig(GAMMA, GuidedDraft(policy))
     state = start_decoding(helix.shard(tiny, mesh), PROMPTS, PARAMS, config, chunk=8)
-    check(state.draft, VEGAS, queries_and_keys)
+    check(state.draft, policy, queries_and_keys)

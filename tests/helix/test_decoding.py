@@ -48,6 +48,14 @@ DRAFTERS: dict[str, Drafter] = {
     "vegas": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0)),
     "refreshed": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, refresh=1)),
     "ahead": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, score="softmax", ahead=3)),
+    "sparsespec": jspec.GuidedDraft(jspec.policies.SparseSpec(budget=8, least=0)),
+}
+ON_EVERY_MESH = tuple(DRAFTERS)
+DRAFTERS |= {
+    "accepted": jspec.GuidedDraft(jspec.policies.Vegas(budget=8, least=0, collect="accepted")),
+    "last": jspec.GuidedDraft(
+        jspec.policies.Vegas(budget=8, least=0, collect="last", score="weight")
+    ),
 }
 DRAFTERS |= {
     f"{first}-{second}": jspec.Chain(drafter, DRAFTERS[second], inner=2, rounds=2)
@@ -151,7 +159,7 @@ def test_greedy_tokens_are_those_of_one_device(name, kvp, tpa, model, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kvp", "tpa"), MESHES, ids=str)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ON_EVERY_MESH)
 def test_greedy_tokens_on_more_meshes(name, kvp, tpa, model, alone):
     check(model, name, kvp, tpa, alone, GREEDY)
 
@@ -160,6 +168,7 @@ def test_greedy_tokens_on_more_meshes(name, kvp, tpa, model, alone):
 FIRST = (("ngram", 1, 2), ("hata", 2, 2), ("ngram-vegas", 2, 2))
 MORE = (
     *(("plain", 2, 1), ("suffix", 8, 1), ("streaming", 4, 2), ("exact", 4, 1), ("vegas", 2, 1)),
+    *(("sparsespec", 8, 1), ("accepted", 2, 2), ("last", 4, 1)),
     *(("refreshed", 4, 1), ("ahead", 8, 1), ("suffix-hata", 4, 1), ("streaming-exact", 4, 2)),
 )
 
@@ -182,7 +191,7 @@ def test_greedy_and_sampled_rows_have_the_tokens_of_one_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kvp", "tpa"), MESHES, ids=str)
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ON_EVERY_MESH)
 def test_sampled_tokens_are_those_of_one_device(name, kvp, tpa, model, on_one):
     """Every other row draws from what a filter leaves."""
     check(model, name, kvp, tpa, on_one(name, DRAWN), *DRAWN)
@@ -266,7 +275,7 @@ def test_a_checkpoint_goes_straight_to_its_shards():
         ),
         (
             jspec.StepConfig(2, jspec.GuidedDraft(policies.SpecExtend())),
-            r"take Dense, .* or Vegas",
+            r"take Dense, .* or SparseSpec",
         ),
         (
             jspec.StepConfig(2, jspec.SelfDraft(policies.MagicPIG())),
