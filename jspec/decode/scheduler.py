@@ -29,8 +29,7 @@ class Scheduler:
 
     Attributes:
         admitted: Requests whose prompts were prefilled.
-        prompt_tokens: Tokens that were prefilled for them: without those of shared prefixes, and
-            once where requests share a prompt.
+        prompt_tokens: Tokens that were prefilled for them, without those that a row had.
     """
 
     def __init__(self, runner: Runner, prefill: SlotPrefill) -> None:
@@ -120,7 +119,7 @@ class Scheduler:
                 prefill.advance(prefill.current_row)
             if prefill.current_row.left > 0 or not self._runner.free:
                 break
-            slot = self._runner.free[0]
+            slot = prefill.texts.by_age(self._runner.free)[0]
             state = prefill.insert(self._runner.state, slot, request)
             self._fill(state, [slot], [request])
             self._incoming = None
@@ -135,7 +134,7 @@ class Scheduler:
         ``overtaking``: whether they may overtake long ones in the queue.
         """
         choose = filter if overtaking else itertools.takewhile
-        while free := self._runner.free:
+        while free := self.prefill.texts.by_age(self._runner.free):
             candidates = choose(self._is_short, itertools.islice(self._queue, LOOKAHEAD_REQUESTS))
             group = list(itertools.islice(candidates, min(len(free), MAX_REQUESTS)))
             if not group:
@@ -161,7 +160,7 @@ class Scheduler:
         # In this order, Ctrl-C between the two loses no request.
         self._incoming = request
         del self._queue[request]
-        self.prompt_tokens += self.prefill.begin(request._known)
+        self.prompt_tokens += self.prefill.begin(request._known, self._runner.state)
         return request
 
     def _is_short(self, request: Request) -> bool:

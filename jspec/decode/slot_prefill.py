@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import Cache
@@ -24,9 +22,10 @@ from jspec.decode.prefill import (
 )
 from jspec.decode.programs import Timed
 from jspec.decode.request import Request
-from jspec.decode.rows import PackedRows, insert_row, insert_rows, packed_rows, padded
-from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, FlatModels
+from jspec.decode.rows import PackedRows, insert_row, packed_rows, padded
+from jspec.decode.slot_programs import prefill_slots, row_of, sum_of, synced_drafter
+from jspec.decode.slot_texts import SlotTexts
+from jspec.decode.state import DecodeState
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Array
 
@@ -71,6 +70,10 @@ class SlotPrefill:
     whose policy stores keys in the host's memory, and those after a shared prefix, which start from
     a copy of its row.
 
+    Such a prompt also starts from a row that has `SHARED` of its first tokens or more, as those of
+    a system prompt or of the earlier turns of a conversation: the row of the last prompt, or a
+    slot, even if its request has ended.
+
     Passes and pieces are padded to one of `pass_sizes`, so that few programs serve all prompts.
 
     Args:
@@ -83,6 +86,7 @@ class SlotPrefill:
     Attributes:
         options: The same.
         current_row: The row of the prompt that is being prefilled.
+        texts: The texts of the slots.
     """
 
     current_row: Row
@@ -101,7 +105,13 @@ class SlotPrefill:
         storage = options.config.cache_policy.storage
         self._has_passes = self._sharding is None and storage is None
         self._prefixes: dict[tuple[int, ...], Row] = {}
-        self.restore()
+        self.current_row = self._fresh_row(np.zeros(1, np.int32))
+        cache = self.current_row.cache
+        self.texts = SlotTexts(cache.page, is_lossy=options.config.is_lossy)
+        # Rings have lost the first positions, and host memory is copied layer by layer.
+        wraps = any(layout.wraps for layout in cache.layouts)
+        self._finds_prefixes = storage is None and not wraps
+        self._forget_row()
 
     def restore(self) -> None:
         """Make a row of cache for prompts, where there is none."""
@@ -114,9 +124,10 @@ class SlotPrefill:
         del self.current_row
 
     def flush(self) -> None:
-        """Forget what was prefilled: shared prefixes, and the prompt of the row."""
+        """Forget what was prefilled: shared prefixes, and the texts of all rows."""
         self._prefixes.clear()
         self._forget_row()
+        self.texts.clear()
 
     def started(self, rows: int) -> DecodeState:
         """A state of so many rows with prompts of one token."""
@@ -133,7 +144,7 @@ class SlotPrefill:
 
     def completion_of(self, state: DecodeState, row: Row) -> Array:
         """A new array to wait for, which is ready once ``state`` and ``row`` are."""
-        return self._programs(_sum_of, state.done, row.cache.lengths)
+        return self._programs(sum_of, state.done, row.cache.lengths)
 
     def warmed(self, state: DecodeState) -> DecodeState:
         """``state``, which is donated, with every program compiled.
@@ -145,12 +156,15 @@ class SlotPrefill:
             for selects in {False, self.options.config.selects_in_prefill}:
                 self._pass(self.current_row, size, selects)
         state = self.insert(state, 0, IDLE)
+        if self._finds_prefixes:
+            self.current_row.cache = self._placed("cache", self._copy_of(state, 0))
+            self._sync_drafter(self.current_row, 1)
         if self._has_passes:
             for size in self._sizes:
                 for rows in {1, self._max_rows(size)}:
                     state = self.fill(state, rows, size, (), ())
         self.completion_of(state, self.current_row)
-        self._forget_row()
+        self.flush()
         return state
 
     # --- short prompts ----------------------------------------------------------------------------
@@ -187,6 +201,7 @@ class SlotPrefill:
 
         ``rows``, ``size``: of the pass, as `group` says; the prompts must be short.
         """
+        self.texts.fill(slots, requests)
         prompts = [request._known.tobytes() for request in requests]
         # One of each prompt comes first: those are the rows of the pass.
         order = sorted(range(len(prompts)), key=lambda at: prompts.index(prompts[at]) < at)
@@ -196,7 +211,7 @@ class SlotPrefill:
         cache = dataclasses.replace(state.cache, columns=(), pages=())
         packed = self._packed(state, slots, requests, cache, None)
         static = {"rows": rows, "size": size, "config": self.options.config}
-        return self._programs(_prefill_slots, self.options.flat, state, packed, **static)
+        return self._programs(prefill_slots, self.options.flat, state, packed, **static)
 
     def _max_rows(self, size: int) -> int:
         """Rows of a pass over several prompts of ``size`` tokens each."""
@@ -204,22 +219,33 @@ class SlotPrefill:
 
     # --- others, piece by piece -------------------------------------------------------------------
 
-    def begin(self, prompt: np.ndarray) -> int:
+    def begin(self, prompt: np.ndarray, state: DecodeState) -> int:
         """Begin to prefill ``prompt``, in place of any other, or go on where the row has it.
 
-        Returns how many of its tokens are not in the row yet, the last one included.
+        ``state``: the batch, whose slots may have its first tokens. Returns how many of its tokens
+        are not in the row yet, the last one included.
         """
-        row, drafter_state, done = self.current_row, None, 0
+        row, drafter_state = self.current_row, None
         if np.array_equal(prompt, row.prompt):
             return len(prompt) - row.done
-        if (prefix := self._longest(prompt)) is not None:
+        prefix, slot, in_slot, in_row = self._longest(prompt), 0, 0, 0
+        in_prefix = 0 if prefix is None else prefix.done
+        if self._finds_prefixes:
+            slot, in_slot = self.texts.slot_with(prompt)
+            in_row = self.texts.shared_tokens(prompt, row.prompt[: row.done])
+        done = max(in_prefix, in_row, in_slot)
+        if prefix is not None and done == in_prefix:
             row.cache = row.drafter_state = None  # freed before there is another
             row.cache, drafter_state = jax.tree.map(
                 lambda x: jax.device_put(x, x.sharding, may_alias=False),
                 (prefix.cache, prefix.drafter_state),
             )
-            done = prefix.done
+        elif done > in_row:
+            row.cache = row.drafter_state = None
+            row.cache = self._copy_of(state, slot)
         self.current_row = self._begun(prompt, row.cache, drafter_state, done)
+        if done and drafter_state is None:
+            self._sync_drafter(self.current_row, done)
         return len(prompt) - done
 
     def piece_of(self, row: Row) -> int:
@@ -241,6 +267,7 @@ class SlotPrefill:
     def insert(self, state: DecodeState, slot: int, request: Request) -> DecodeState:
         """``state``, which is donated, with ``request``, whose prompt the row has, in ``slot``."""
         row = self.current_row
+        self.texts.fill([slot], [request])
         packed = self._packed(state, [slot], [request], row.cache, row.drafter_state)
         return insert_row(state, packed, slot, self._programs)
 
@@ -271,6 +298,19 @@ class SlotPrefill:
             and np.array_equal(prompt[: prefix.done], prefix.prompt[: prefix.done])
         ]
         return max(fitting, key=lambda prefix: prefix.done, default=None)
+
+    def _copy_of(self, state: DecodeState, slot: int) -> Cache:
+        return self._programs(row_of, state.cache, np.int32(slot))
+
+    def _sync_drafter(self, row: Row, count: int) -> None:
+        """Bring the drafter's state, which is empty, to the first ``count`` tokens of ``row``."""
+        if not jax.tree.leaves(row.drafter_state):
+            return
+        lengths, static = np.array([count], np.int32), {"config": self.options.config}
+        for _ in range(0, count, self.chunk):
+            args = (self.options.flat, row.drafter_state, row.tokens, lengths)
+            after = self._programs(synced_drafter, *args, **static, max_tokens=self.chunk)
+            row.drafter_state = self._placed("draft", after)
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -329,64 +369,3 @@ class SlotPrefill:
 
     def _placed(self, name: str, tree: Any) -> Any:
         return tree if self._sharding is None else place({name: tree}, self._sharding)[name]
-
-
-@jax.jit
-def _sum_of(done: Array, lengths: Array) -> Array:
-    return done.sum() + lengths.sum()
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "size", "config"), donate_argnames="state")
-def _prefill_slots(
-    models: FlatModels,
-    state: DecodeState,
-    packed: PackedRows,
-    rows: int,
-    size: int,
-    config: StepConfig,
-) -> DecodeState:
-    """``state`` with the requests of ``packed``, of at most ``size + 1`` tokens, in their slots.
-
-    ``packed`` has no keys and values yet. The prompts of its first ``rows`` requests are prefilled;
-    each request takes what the first equal one of them gives. A slot is written only as far as a
-    prompt may reach.
-    """
-    requests, slots = packed.unpacked(state)
-    tokens, lengths = requests.tokens[:rows], requests.cache.lengths[:rows]
-    equal = (requests.tokens[:, None] == tokens[None]).all(axis=2)
-    row_of = jnp.argmax(equal, axis=1)
-    count, capacity = tokens.shape
-    drafter_state = init_drafter_state(models, config=config, batch=count, capacity=capacity)
-    cache, drafter_state = jax.tree.map(
-        lambda x: _short(x, count, size) if isinstance(x, Cache) else x,
-        (dataclasses.replace(state.cache, lengths=lengths), drafter_state),
-        is_leaf=lambda x: isinstance(x, Cache),
-    )
-    args = (models, cache, drafter_state, tokens, jnp.int32(0))
-    cache, drafter_state = prefill_chunk(
-        *args, config=config, size=size, selects=config.selects_in_prefill
-    )
-    cache, drafter_state = jax.tree.map(lambda x: x[row_of], (cache, drafter_state))
-    requests = dataclasses.replace(requests, cache=cache, draft=drafter_state)
-    return insert_rows(state, requests, slots, lambda whole, rows: _written(whole, rows, slots))
-
-
-def _written(whole: Array, rows: Array, slots: Array) -> Array:
-    """``whole [B, ...]`` with ``rows [n, ...]``, which may be shorter, in ``slots [n]``."""
-    part = tuple(slice(width) for width in rows.shape[1:])
-    return whole.at[(slots, *part)].set(rows, mode="drop")
-
-
-def _short(cache: Cache, rows: int, size: int) -> Cache:
-    """An empty cache as ``cache``, with so many rows of at most ``size`` positions."""
-    layouts = tuple(layout.grown(min(size, layout.size)) for layout in cache.layouts)
-
-    def zeros(layers: Sequence[dict[str, Array]], page: int) -> tuple[dict[str, Array], ...]:
-        sizes = [-(-layout.size // page) for layout in layouts]
-        return tuple(
-            {name: jnp.zeros((rows, n, *x.shape[2:]), x.dtype) for name, x in arrays.items()}
-            for n, arrays in zip(sizes, layers, strict=True)
-        )
-
-    columns, pages = zeros(cache.columns, 1), zeros(cache.pages, cache.page)
-    return dataclasses.replace(cache, columns=columns, layouts=layouts, pages=pages)

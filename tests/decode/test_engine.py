@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from jspec.cache import Cache, LinearLayout
 from jspec.config import SamplingParams
 from jspec.decode import engine as engine_module
-from jspec.decode import slot_prefill
+from jspec.decode import slot_programs
 from jspec.decode.engine import Engine
 from jspec.decode.programs import Programs
 from tests.conftest import TINY
@@ -222,8 +222,9 @@ def test_a_light_model_has_wide_passes_on_a_gpu(tiny, backend, light, chunk, mon
     ],
 )
 def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
-    prefill = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)._scheduler.prefill
-    prefill.begin(np.ones(left + 1, np.int32))
+    engine = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)
+    prefill = engine._scheduler.prefill
+    prefill.begin(np.ones(left + 1, np.int32), engine._runner.state)
     results = []
     while prefill.current_row.left > 0:
         results.append(prefill.piece_of(prefill.current_row))
@@ -249,7 +250,8 @@ def test_the_next_prompt_is_prefilled_while_all_slots_are_full(engine, behind):
 
 def test_a_prompt_begins_with_what_its_drafter_has_after_its_prefix(tiny):
     """And not with what the drafter had after the last prompt."""
-    prefill, prefix = engine_of(tiny, "suffix")._scheduler.prefill, np.arange(20, dtype=np.int32)
+    engine, prefix = engine_of(tiny, "suffix"), np.arange(20, dtype=np.int32)
+    prefill, state = engine._scheduler.prefill, engine._runner.state
 
     def check(expected):
         states = (prefill.current_row.drafter_state, expected)
@@ -258,14 +260,14 @@ def test_a_prompt_begins_with_what_its_drafter_has_after_its_prefix(tiny):
     first = jax.device_get(prefill.current_row.drafter_state)
     other = jax.tree.map(lambda x: jax.device_put(x + 1), first)
     prefill.current_row.drafter_state = other
-    prefill.begin(np.ones(90, np.int32))
+    prefill.begin(np.ones(90, np.int32), state)
     check(first)
     row = prefill.prefix(prefix)
     row.drafter_state, row.done = other, len(prefix)
     prefill.share(row)
-    prefill.begin(np.append(prefix, 5))
+    prefill.begin(np.append(prefix, 5), state)
     check(other)
-    prefill.begin(prefix)  # which leaves no token for the first step
+    prefill.begin(prefix, state)  # which leaves no token for the first step
     check(first)
 
 
@@ -275,7 +277,7 @@ def test_a_pass_over_short_prompts_has_a_page_for_every_position():
     cache = Cache.create(
         TINY.layers, [LinearLayout(64)] * 2, 1, "float32", pages=lambda *_: shapes, page=5
     )
-    shorter = slot_prefill._short(cache, 2, 12)
+    shorter = slot_programs.short_cache(cache, 2, 12)
     assert [x["low"].shape[:2] for x in shorter.pages] == [(2, 3)] * 2
     assert [x["keys"].shape[:2] for x in shorter.columns] == [(2, 12)] * 2
 
@@ -346,8 +348,8 @@ def test_the_longest_prefix_serves(engine):
     for size in (20, 50, 30):
         engine.share_prefix(text[:size])
     for _ in range(2):  # and is left whole
-        # The row still has the last prompt.
-        engine.submit(prompts((90,), seed=9)[0], SamplingParams(max_new_tokens=2)).result()
+        engine._scheduler.prefill.texts.clear()  # the slots and the row have the text as well
+        engine._scheduler.prefill._forget_row()
         before = engine.stats.prompt_tokens
         assert engine.submit(text, params).result() == known(40).tokens[which]
         assert engine.stats.prompt_tokens == before + len(text) - 50

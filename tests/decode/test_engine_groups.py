@@ -39,7 +39,8 @@ def test_a_group_is_prefilled_once(name, prompt, sharp, other):
     assert tuple(request.tokens for request in submitted) == expected
     assert len(COMPILED) == compiled
     if prompt is LONG:
-        assert engine.stats.prompt_tokens == 75 + 6 + 60 + 1 + 75
+        # The last one finds the prompt in a slot, but for a last token or the page that has it.
+        assert engine.stats.prompt_tokens - (75 + 6 + 60 + 1) in (2, 3)
     else:
         assert engine.stats.prompt_tokens < 20 * 8 + 60 + 1
 

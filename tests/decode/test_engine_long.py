@@ -44,6 +44,7 @@ def test_short_prompts_go_past_long_ones(small_pieces, behind):
     """One of any length up to a whole piece, and only such: also two long ones."""
     engine, model = small_pieces, small_pieces._options.models.target
     for length in (1, 2, 9, PIECE, PIECE + 1):
+        engine._scheduler.prefill.flush()  # the slots have the texts
         texts = [LONG_PROMPT, prompts((60,), seed=5)[0], prompts((length,), seed=length)[0]]
         long, second, short = (engine.submit(text, FEW) for text in texts)
         assert steps_until(engine, short) == 2

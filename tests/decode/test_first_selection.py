@@ -158,7 +158,7 @@ def test_slots_of_an_engine_select(tiny, queries_and_keys):
     requests = [Request(text, PARAMS, (), None) for text in texts]
     state = prefill.fill(state, rows, size, short, [requests[row] for row in short])
     for slot in (0, 2):
-        prefill.begin(texts[slot])
+        prefill.begin(texts[slot], state)
         while prefill.current_row.left:
             prefill.advance(prefill.current_row)
         state = prefill.insert(state, slot, requests[slot])
