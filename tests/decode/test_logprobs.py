@@ -67,7 +67,9 @@ def check(model, prompt, params, tokens, logprobs: jspec.Logprobs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "gamma"), [(None, 0), (NGRAM, 3), (STREAMING, 2)], ids=["plain", "ngram", "streaming"]
+    ("draft", "gamma"),
+    [pytest.param(None, 0, marks=pytest.mark.slow), (NGRAM, 3), (STREAMING, 2)],
+    ids=["plain", "ngram", "streaming"],
 )
 def test_log_probabilities_are_those_of_a_pass_over_the_whole_text(draft, gamma, tiny, texts):
     got = jspec.generate(tiny, texts, PARAMS, draft=draft, gamma=gamma)

@@ -31,7 +31,7 @@ PENALISED = SamplingParams(
     stop_tokens=(2,),
 )
 BANNED = SamplingParams(max_new_tokens=4, temperature=1.2, top_p=0.9, banned_tokens=(0,))
-QUICK = ("streaming", "ngram", "chain")
+QUICK = ("streaming", "ngram")
 
 
 def in_order(logits, tokens, length):
@@ -121,7 +121,13 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+REPEATED = tuple(MUTANTS)[1::2]  # one of each check is in the default run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in MUTANTS],
+)
 def test_a_mutant_is_caught(name, monkeypatch):
     monkeypatch.setattr(Processing, *MUTANTS[name])
     with pytest.raises(AssertionError, match=r"p-value|seldom"):

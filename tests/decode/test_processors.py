@@ -94,7 +94,11 @@ def test_a_function_gets_the_tokens_so_far(tiny, texts):
     assert jspec.generate(tiny, texts, rows, draft=NGRAM, **settings).tokens == got.tokens
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.slow), {"temperature": 0.9}],
+    ids=["greedy", "sampled"],
+)
 def test_requests_of_an_engine_have_the_tokens_that_they_have_alone(settings, tiny, texts):
     """Slots are filled again by requests with other settings."""
     needed = [jspec.LogitBias(), jspec.MinNewTokens(), jspec.Penalties()]
@@ -188,7 +192,12 @@ needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 @needs_8
 @pytest.mark.parametrize(
-    "draft", [STREAMING, jspec.Chain(NGRAM, STREAMING, inner=2, rounds=2)], ids=["self", "chain"]
+    "draft",
+    [
+        pytest.param(STREAMING, marks=pytest.mark.slow),
+        jspec.Chain(NGRAM, STREAMING, inner=2, rounds=2),
+    ],
+    ids=["self", "chain"],
 )
 def test_shards_of_the_vocabulary_process_the_same_logits(draft):
     model = jspec.Decoder(CONFIG, rngs=nnx.Rngs(0))
