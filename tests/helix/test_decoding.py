@@ -123,6 +123,7 @@ def gathered(program: str, operation: str = "all-gather") -> list[int]:
 # each device. Vegas also adds up scores over heads; ``ahead`` also sums exponentials and moves the
 # last scores of blocks.
 SELECTING = {"streaming": 0, "exact": 1, "hata": 1, "vegas": 2, "ahead": 4}
+SELECTING |= {"sparsespec": 1, "accepted": 2, "last": 2}
 
 
 def selecting(program: str) -> list[str]:
@@ -147,6 +148,8 @@ def check(model, name: str, kvp: int, tpa: int, right: list[list[int]], *modes: 
             assert len(selecting(program)) == SELECTING[name], selecting(program)
         candidates = len(TEXTS) * CONFIG.layers[0].kv_heads // tpa * SPARSE["budget"]
         limit = max(limit, 2 * kvp * candidates)  # their scores and positions
+        # Weights are relative to the log-sum-exp of each head and token.
+        limit = max(limit, kvp * len(TEXTS) * 4 * CONFIG.num_heads // tpa)
     assert all(size <= limit for size in gathered(program)), gathered(program)
 
 
