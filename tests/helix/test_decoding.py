@@ -216,6 +216,19 @@ def test_one_sided_messages_have_the_same_tokens(model, alone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["vegas", "exact"])
+def test_a_cache_of_8_bits_has_the_tokens_of_one_device(name, model):
+    params = [jspec.SamplingParams(max_new_tokens=16, seed=i, **MIXED[i % 2]) for i in range(4)]
+    sharded = helix.shard(model, helix.HelixConfig(kvp=2, tpa=2, block=4))
+    eight, alone, wide = (
+        jspec.generate(m, TEXTS, params, draft=DRAFTERS[name], gamma=3, cache_dtype=dtype).tokens
+        for m, dtype in ((sharded, "float8_e4m3fn"), (model, "float8_e4m3fn"), (model, None))
+    )
+    assert eight == alone
+    assert eight != wide
+
+
+@pytest.mark.slow
 def test_a_request_goes_into_a_slot_of_a_running_batch(model):
     """Each device takes its part of the row, and what the drafter picked of it."""
     params, tokens = jspec.SamplingParams(max_new_tokens=12), []
