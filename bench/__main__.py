@@ -130,13 +130,15 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 
 
 def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path | None:
-    """The path of the model for the suites `real` and `defaults`, None for the bundled one."""
+    """The path of the model for the suites that take one, None for the bundled one."""
     if asked.suite != real.SUITE.name:
         for option, value in {"--resume": asked.resume, "--draft-model": asked.draft_model}.items():
             if value:
                 parser.error(f"{option} does not apply to {asked.suite}, only to {real.SUITE.name}")
-        if asked.model and asked.suite != defaults.SUITE.name:
-            suites = f"{real.SUITE.name} and {defaults.SUITE.name}"
+        only_trees = asked.case and all("op=trees" in case.split(",") for case in asked.case)
+        takes_model = {defaults.SUITE.name: True, quality.SUITE.name: only_trees}
+        if asked.model and not takes_model.get(asked.suite):
+            suites = f"{real.SUITE.name}, {defaults.SUITE.name} and op=trees of quality"
             parser.error(f"--model does not apply to {asked.suite}, only to {suites}")
     elif asked.model is None:
         parser.error("real needs --model, a GGUF file or a model directory")
@@ -200,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         metavar="FILE",
         type=Path,
-        help="real, defaults: a GGUF file or a model directory",
+        help="real, defaults, op=trees of quality: a GGUF file or a model directory",
     )
     parser.add_argument(
         "--draft-model", metavar="FILE", type=Path, help="real: a second model, to draft for it"

@@ -2,8 +2,9 @@
 
 ``op=read``: percent right on RULER's tasks by policy and budget. ``op=draft``: tokens that a
 verification commits, by drafter, and how answers differ from those of plain decoding.
-``op=overlap``: the keys that a token and one after it both select. Rows do not depend on the
-machine, but for rounding in bfloat16.
+``op=overlap``: the keys that a token and one after it both select. ``op=trees``: tokens that drafts
+with branches would commit (`bench.trees`). Rows do not depend on the machine, but for rounding in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from bench.real.cell import Cell
 from bench.settings import Settings, bar
 from bench.suite import Benchmark, suite_of
 from bench.texts import texts
+from bench.trees import TREES
 from jspec.eval.evaluate import Run, Score, evaluate_all, with_budget
 from jspec.eval.fitting import ruler_bytes_questions
 from jspec.eval.questions import Asked
@@ -265,9 +267,9 @@ OVERLAPPING = Benchmark(
 SUITE = dataclasses.replace(
     suite_of(
         "quality",
-        "RULER by policy and budget, accepted lengths by drafter, and what neighbouring tokens "
-        "select, of the bundled model",
-        *(READING, DRAFTING, OVERLAPPING),
+        "RULER by policy and budget, accepted lengths by drafter, what neighbouring tokens select, "
+        "and drafts with branches, of the bundled model",
+        *(READING, DRAFTING, OVERLAPPING, TREES),
     ),
     custom_clocks=True,
 )
