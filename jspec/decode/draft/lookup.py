@@ -17,6 +17,7 @@ from jspec.decode.state import DecodeState, Models
 from jspec.ops.verify import Verified
 from jspec.typing import Array
 
+COMPARED = 32  # tokens up to which matches in other rows are compared
 GROUP = 16  # tokens that are added to the index at a time, so that long prompts cost few passes
 
 
@@ -134,6 +135,43 @@ class SuffixIndex:
         return self.append(new, jnp.clip(lengths - self.length, 0, max_tokens))
 
 
+def _from_other_rows(
+    text: Array, ends: Array, min_match: int, gamma: int
+) -> tuple[Array, Array, Array]:
+    """What followed a match of the end of each row of ``text [B, S]`` in another row.
+
+    In each other row the latest match of the last ``min_match`` tokens counts, and of these the one
+    that goes back furthest, by `COMPARED` tokens at most. ``ends [B]``: tokens of each row. Returns
+    tokens int32 ``[B, gamma]``, the length of the match and how many tokens follow it, int32
+    ``[B]``; where there is no match, the first two mean nothing and 0.
+    """
+    batch, capacity = text.shape
+    row, position = (jnp.arange(n, dtype=jnp.int32) for n in (batch, capacity))
+
+    def last(back: Array) -> Array:
+        """The token so many before the last one of each row, -2 where it has none."""
+        at = ends[:, None] - 1 - back[None]
+        return jnp.where(at >= 0, jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1), -2)
+
+    is_other = row[:, None] != row[None]
+    equal = is_other[..., None] & (position[None] < ends[:, None] - 1)[None]
+    newest = last(jnp.arange(min_match, dtype=jnp.int32))
+    for back in range(min_match):
+        shifted = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, :capacity]
+        equal = equal & (shifted[None] == newest[:, back, None, None])
+    end = jnp.where(equal, position[None, None], -1).max(axis=2)  # [B, B]: -1 for no match
+    back = jnp.arange(max(COMPARED, min_match), dtype=jnp.int32)
+    at = end[..., None] - back[None, None]
+    earlier = jnp.where(at >= 0, text[row[None, :, None], jnp.maximum(at, 0)], -1)
+    agrees = earlier == last(back)[:, None]
+    lengths = jnp.cumprod(agrees.astype(jnp.int32), axis=2).sum(axis=2, dtype=jnp.int32)
+    best = jnp.argmax(lengths, axis=1)
+    longest, end = lengths[row, best], end[row, best]
+    index = end[:, None] + 1 + jnp.arange(gamma, dtype=jnp.int32)[None]
+    tokens = text[best[:, None], jnp.minimum(index, capacity - 1)]
+    return tokens, longest, jnp.minimum(ends[best] - 1 - end, gamma)
+
+
 @dataclasses.dataclass(frozen=True)
 class SuffixDraft(Drafter):
     """What followed the longest earlier match of the text's end, of any length, and the latest.
@@ -141,15 +179,22 @@ class SuffixDraft(Drafter):
     A match of m tokens drafts up to ``factor`` times m of them, and one of fewer than ``min_match``
     nothing: longer matches are right for longer (SuffixDecoding, arXiv 2411.04975, section 4.2).
     The index of matches is part of the state, two integers a position.
+
+    With ``other_rows`` it also drafts what followed the end of the text in another row of the
+    batch, as in another answer to the same prompt, ended or not, where that match is longer. A step
+    then compares the last ``min_match`` tokens of each row with all positions of all rows.
     """
 
     traits = DrafterTraits(default_gamma=8, one_hot=True, runs_on_mesh=True)
 
     min_match: int = 3
     factor: float = 4.0
+    other_rows: bool = False
 
     def __post_init__(self) -> None:
         positive("min_match", self.min_match)
+        if type(self.other_rows) is not bool:
+            raise ValueError(f"other_rows={shown(self.other_rows)} must be True or False")
         if not math.isfinite(self.factor) or self.factor * self.min_match < 1:
             raise ValueError(
                 f"factor={shown(self.factor)} must be finite and, times min_match="
@@ -184,8 +229,18 @@ class SuffixDraft(Drafter):
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         whole = state.draft.append(state.last_token[:, None], jnp.ones_like(state.lengths))
         draft_tokens, longest = continuation(whole.text, whole.length, whole.agreed, gamma)
-        allowed = jnp.minimum(self.factor * longest.astype(jnp.float32), gamma)
-        count = jnp.where(longest >= self.min_match, allowed.astype(jnp.int32), 0)
+        following = jnp.full_like(longest, gamma)
+        if self.other_rows and len(longest) > 1:
+            others = _from_other_rows(whole.text, whole.length, self.min_match, gamma)
+            is_longer = others[1] > longest
+            draft_tokens = jnp.where(is_longer[:, None], others[0], draft_tokens)
+            longest, following = (
+                jnp.where(is_longer, other, x)
+                for other, x in zip(others[1:], (longest, following), strict=True)
+            )
+        allowed = self.factor * longest.astype(jnp.float32)
+        allowed = jnp.minimum(allowed.astype(jnp.int32), following)
+        count = jnp.where(longest >= self.min_match, allowed, 0)
         return Drafted(draft_tokens, count), state
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
