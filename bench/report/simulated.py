@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import show
+from bench.helix import shapes
 from bench.helix.steps import LONG, STEP
 from bench.report.markdown import Line, table
 from jspec.cli import simulate_paper
@@ -35,6 +36,7 @@ CALIBRATION = ("collectives", "helix-attention")  # results that constants are f
 BFLOAT16 = Constants(bytes_per_value=2, bytes_per_activation=2)
 # A result of 8 GPUs is predicted from the machine with the most results.
 MACHINE = "h200"
+SIMULATED = tuple(dict.fromkeys([*LONG, *shapes.quick()]))  # cases of `long_table`
 
 
 def calibration(folder: Path) -> list[Path]:
@@ -77,22 +79,27 @@ def machines(results: Path) -> Iterator[Path]:
 def layout(case: dict[str, Any]) -> str:
     """A layout in words, such as ``KVP2 x TPA2``."""
     axes = [f"{axis.upper()}{case[axis]}" for axis in ("kvp", "tpa") if case[axis] > 1]
-    if case["strategy"] == "tp":
-        return f"TP{case['kvp'] * case['tpa']}, copies"
     name = "Medha " if case["strategy"] == "medha" else ""
-    return name + (" x ".join(axes) or "one GPU")
+    copies = ", copies" if case["strategy"] == "tp" else ""
+    axes = [f"TP{case['kvp'] * case['tpa']}"] if copies else axes
+    axes += [f"EP{case['ep']}"] if case.get("ep", 1) > 1 else []
+    return name + (" x ".join(axes) or "one GPU") + copies
 
 
 def _what(operation: str, case: dict[str, Any]) -> dict[str, str]:
     """The cells that say what was measured."""
     if operation == "step":
         tokens = case["gamma"] + 1 if case["draft"] == "verify" else 1
-        name = f"step, {case['shape']}"
+        name = f"step, {_model(case)}"
     else:
         tokens, name = case["T"], f"attention, {case['heads']} heads"
         name += f", latent {case['latent']}" if case["latent"] else ""
     sizes = {"B": f"{case['B']}", "S": f"{case['S'] // 1024}K", "tokens": f"{tokens}"}
     return {"what": name} | sizes | {"layout": layout(case)}
+
+
+def _model(case: dict[str, Any]) -> str:
+    return case["shape"] + (f", {case['layers']} layers" if case.get("layers") else "")
 
 
 def measured_table(results: Path) -> str:
@@ -114,13 +121,13 @@ def long_table(results: Path) -> str:
     constants = constants_of(folder, hardware)
     measured = {_words(prediction): prediction.measured_us for prediction in predicted(folder)}
     lines = []
-    for text in LONG:
+    for text in SIMULATED:
         case = STEP.case(text)
         what, gpus = _what("step", case), case["kvp"] * case["tpa"]
         simulated = predicted_us("step", case, hardware, constants)
         time = measured.get(("step", *what.values()))
         lines.append(
-            {"model": case["shape"], "GPUs": f"{gpus}", "layout": what["layout"]}
+            {"model": _model(case), "GPUs": f"{gpus}", "layout": what["layout"]}
             | {"simulated ms": f"{simulated / 1e3:.2f}"}
             | {"measured ms": "not yet" if time is None else f"{time / 1e3:.2f}"}
             | {"`python -m bench helix --case`": f"`op=step,{text}`"}

@@ -136,7 +136,9 @@ def test_files_that_hold_no_steps_are_refused(text, message, tmp_path):
 def test_steps_of_some_layers_and_groups_of_experts_are_predicted(tmp_path):
     case = STEP.case("shape=deepseek-r1,layers=11,S=1024K,kvp=4,ep=4")
     some = predictions(written(tmp_path, "step", case), H200, FREE)[0].predicted_us
-    rest = predictions(written(tmp_path, "step", case | {"layers": 0}), H200, FREE)[0].predicted_us
+    (prediction,) = predictions(written(tmp_path, "step", case | {"layers": 0}), H200, FREE)
+    assert prediction.name == "helix, deepseek-r1, B=1, S=1048576, kvp=4, tpa=1, ep=4"
+    rest = prediction.predicted_us
     assert 61 / 11 * 0.8 < rest / some < 61 / 11 * 1.2
     with pytest.raises(ValueError, match="ep=0 must be a whole number"):
         predictions(written(tmp_path, "step", case | {"ep": 0}), H200, FREE)

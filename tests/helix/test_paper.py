@@ -109,16 +109,16 @@ def test_steps_that_no_result_has_are_named_simulated(tmp_path):
         (folder / path.name).write_text(path.read_text())
     header, _, *lines = simulated.long_table(tmp_path).splitlines()
     assert "simulated ms" in header
-    assert len(lines) == len(simulated.LONG)
+    assert len(lines) == len(simulated.SIMULATED)
     assert all("not yet" in line for line in lines)
     result = json.loads((simulated.RESULTS / "h200" / "helix-step.json").read_text())
-    case = simulated.STEP.case(simulated.LONG[0])
+    case = simulated.STEP.case(simulated.SIMULATED[0])
     result["rows"] = [result["rows"][0] | {"case": case, "step_ns": [12.34e6]}]
     (folder / "helix-step.json").write_text(json.dumps(result))
     lines = simulated.long_table(tmp_path).splitlines()[2:]
     (measured,) = [line for line in lines if "not yet" not in line]
     assert "| 12.34 |" in measured
-    assert f"op=step,{simulated.LONG[0]}`" in measured
+    assert f"op=step,{simulated.SIMULATED[0]}`" in measured
 
 
 def test_the_command(capsys):

@@ -92,7 +92,9 @@ def _prediction(row: dict[str, Any], microseconds: float) -> Prediction:
     case = row["case"]
     what = f"{case['heads']} heads" if "heads" in case else case["shape"]
     what += f", latent {case['latent']}" if case.get("latent") else ""
+    what += f", {case['layers']} layers" if case.get("layers") else ""
     sizes = f"B={case['B']}, S={case['S']}, kvp={case['kvp']}, tpa={case['tpa']}"
+    sizes += f", ep={case['ep']}" if case.get("ep", 1) > 1 else ""
     sizes += f", {tokens} tokens" if (tokens := _tokens(case)) > 1 else ""
     measured = statistics.median(map(float, row["step_ns"])) / 1e3
     if not 0 < measured < math.inf:
