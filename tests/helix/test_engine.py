@@ -23,11 +23,19 @@ def test_requests_that_come_and_go_get_what_they_get_alone(sharp):
     engine.warm_up()
     compiled = len(COMPILED)
     check_arrivals(engine, requests, expected)
-    row = max(range(len(requests)), key=lambda row: len(requests[row][0]))
+    *_, other, row = sorted(range(len(requests)), key=lambda row: len(requests[row][0]))
     prefix = requests[row][0][:-1]
     engine.share_prefix(prefix)
     before = engine.stats.prompt_tokens
     assert engine.submit(*requests[row]).result() == expected.tokens[row]
     assert engine.stats.prompt_tokens - before < len(prefix)
     engine.drop_prefix(prefix)
+    # The same prompt again, after another one, starts from the slot that has it.
+    pair = [engine.submit(*requests[row]) for row in (row, other)]
+    engine.run()
+    before = engine.stats.prompt_tokens
+    pair.append(engine.submit(*requests[row]))
+    engine.run()
+    assert [x.tokens for x in pair] == [expected.tokens[x] for x in (row, other, row)]
+    assert engine.stats.prompt_tokens - before < len(prefix)
     assert len(COMPILED) == compiled
