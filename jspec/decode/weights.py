@@ -49,9 +49,13 @@ def matched_arrays(model: Model, weights: Any) -> list[Any]:
     return arrays
 
 
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
 def _named_nodes(tree: Any) -> dict[str, Any]:
     """Variables of Flax, and the arrays that are in none, by name."""
-    nodes = jax.tree.leaves_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_variable)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in nodes}
 
 
@@ -70,8 +74,8 @@ def _shown(arrays: list[Any]) -> str:
 
 def variables_of(models: Models) -> list[tuple[nnx.Variable, Any]]:
     """Variables of Flax modules, whose values a trainer replaces in place, with their values."""
-    nodes = nnx.iter_graph((models.target, models.draft))
-    return [(x, x.get_raw_value()) for _, x in nodes if isinstance(x, nnx.Variable)]
+    nodes = jax.tree.leaves((models.target, models.draft), is_leaf=_is_variable)
+    return [(x, x.get_raw_value()) for x in nodes if _is_variable(x)]
 
 
 def shape_of(x: Array) -> jax.ShapeDtypeStruct:
