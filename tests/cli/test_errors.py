@@ -98,7 +98,7 @@ def test_an_argument_that_is_none_is_one_line_too(arguments, run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "x", "--repetition-penalty", "1.1"], "unrecognized arguments: --repetition-"),
+        (["--prompt", "x", "--length-penalty", "1.1"], "unrecognized arguments: --length-penalty"),
         (["-", "--prompt", "x"], "- reads the prompt from stdin; leave out --prompt"),
         (["-", "--requests", "f"], "- reads the prompt from stdin; leave out --requests"),
         (["--demo", "--prompt", "x"], "--prompt: not allowed with argument --demo"),

@@ -214,7 +214,10 @@ def test_a_chain_is_written_as_text(text, expected):
     [
         ("ngram > suffix > hata", "must be FIRST > SECOND, a chain of two drafters"),
         ("ngram > ", "draft '' is unknown; choose one of"),
-        ("ngram > suffix", "second=SuffixDraft(min_match=3, factor=4.0) must draft with the model"),
+        (
+            "ngram > suffix",
+            "second=SuffixDraft(min_match=3, factor=4.0, other_rows=False) must draft",
+        ),
         ("hata > quest", "keeps columns in the cache, which has room for those of second alone"),
         ("ngram > hata; rounds=0", "draft chain: rounds=0 must be at least 1"),
         ("ngram > hata; first=suffix", "draft 'chain' has no setting 'first=suffix'; it has inner"),

@@ -172,7 +172,7 @@ def test_numbers_of_rejected_tokens_are_not_used_again(monkeypatch):
 CHAIN_MUTANTS = {
     "numbers of acceptance shared by two levels": (
         "drawn",
-        lambda state, logits, positions: sample(
+        lambda state, logits, positions, axes: sample(
             logits, state.sampling, positions, Role.ACCEPT, filtered=state.mode == "filtered"
         ),
     ),
