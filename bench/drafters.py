@@ -36,7 +36,6 @@ def drafts(ratio: float = RATIO) -> dict[str, str]:
         "ngram>vegas": f"ngram > {vegas}",
         "vegas-int8": f"{vegas},quantized=int8",
         "vegas-mxfp4": f"{vegas},quantized=mxfp4",
-        "quantspec": "quantspec",
     }
 
 

@@ -124,7 +124,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="where draft tokens come from: ngram (earlier text; default), suffix (the same "
         "by matches of any length), model (a second one), none (plain decoding), or a policy, over "
         "which the model drafts: dense, streaming, exact_topk, hata, hata_off, quest, loki, "
-        "magicpig, quantspec, vegas, specextend, sparsespec. 'FIRST > POLICY; SETTING=VALUE,...' "
+        "magicpig, vegas, specextend, sparsespec. 'FIRST > POLICY; SETTING=VALUE,...' "
         "is a chain",
     )
     add(

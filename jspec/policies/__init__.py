@@ -16,7 +16,6 @@ from jspec.policies.magicpig import MagicPIG
 from jspec.policies.named import GUIDED, POLICIES, named_policy
 from jspec.policies.policy import HashEncoder, Pages, Policy, TokenAttention
 from jspec.policies.prepare import prepare_params
-from jspec.policies.quantspec import QuantSpec
 from jspec.policies.quest import Quest
 from jspec.policies.selection import Selection
 from jspec.policies.streaming import Streaming
@@ -37,7 +36,6 @@ __all__ = [
     "MagicPIG",
     "Pages",
     "Policy",
-    "QuantSpec",
     "Quest",
     "ScoredPolicy",
     "Selection",

@@ -20,7 +20,6 @@ from jspec.policies.read import (
     read_columns,
     read_slots,
     read_whole,
-    replace_context,
     rotated_columns,
     selected_slots,
 )
@@ -153,10 +152,6 @@ class SelectedAttend(Attend):
         up: Array | None,
     ) -> Array:
         """Attention over the selection and the new positions of a layer on the device."""
-        if selection.columns is not None:
-            cache = replace_context(
-                cache, layer, selection.columns, self.context_len, self.positions
-            )
         if selection.positions is None:
             return read_whole(cache, layer, q, self.positions, sinks, up)
         if selection.key_rotation is not None:

@@ -15,7 +15,6 @@ from jspec.policies.hata_off import HataOff
 from jspec.policies.loki import Loki
 from jspec.policies.magicpig import MagicPIG
 from jspec.policies.policy import Policy
-from jspec.policies.quantspec import QuantSpec
 from jspec.policies.quest import Quest
 from jspec.policies.streaming import Streaming
 from jspec.policies.vegas import SparseSpec, SpecExtend, Vegas
@@ -27,7 +26,6 @@ POLICIES: dict[str, type[Policy]] = {
     "hata": Hata,
     "hata_off": HataOff,
     "quest": Quest,
-    "quantspec": QuantSpec,
     "loki": Loki,
     "magicpig": MagicPIG,
 }

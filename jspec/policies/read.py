@@ -109,23 +109,9 @@ def _finish_local_heads(shards: Shards, out: Array, lse: Array, sinks: Array | N
     return finished(out, lse, None if sinks is None else shards.local_heads(sinks), None)
 
 
-def replace_context(
-    cache: Cache, layer: int, columns: Mapping[str, Array], context_len: Array, positions: Array
-) -> Cache:
-    """The cache with other ``columns`` of a layer below ``context_len [B]``, for reading alone."""
-    key_positions = cache.layouts[layer].slot_positions(positions.max(axis=1))
-    is_new = (key_positions >= context_len[:, None])[..., None, None]
-    cached = cache.columns[layer]
-    return cache.replaced(
-        layer, **{name: jnp.where(is_new, cached[name], x) for name, x in columns.items()}
-    )
-
-
 def picked_columns(cache: Cache, layer: int, selection: Selection) -> dict[str, Array]:
     """A copy of the selected keys and values, with the keys rotated where the selection says so."""
     assert selection.positions is not None
-    if selection.columns is not None:
-        cache = cache.replaced(layer, **selection.columns)
     picked = gather_columns(cache, layer, selection.positions, ("keys", "values"))
     if selection.key_rotation is not None:
         angles = selection.key_rotation[:, :, None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,8 +25,6 @@ class Selection:
             `jax.tree_util.Partial`, so that it is part of the pytree. None weighs all equally.
         key_rotation: float32 ``[B, n, H / 2]``: angles by which the keys at ``positions [B, n]``
             are rotated before they are read; None for none.
-        columns: ``keys`` and ``values`` of the layer's slots, ``[B, S, K, H]``, which are read in
-            place of the cached ones below the committed length; None reads the cache.
         num_layers: How many layers read ``positions``: the layer that selected them, and those
             after it. The other fields are for this layer alone.
     """
@@ -34,7 +32,6 @@ class Selection:
     positions: Array | None = None
     log_weights: Callable[[Array], Array] | None = None
     key_rotation: Array | None = None
-    columns: Mapping[str, Array] | None = None
     num_layers: int = dataclasses.field(default=1, metadata={"static": True})
 
 
