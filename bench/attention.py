@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import workload
-from bench.caches import TOLERANCE, Check, bytes_of, dense, random_cache
+from bench.caches import CACHES, TOLERANCE, Check, bytes_of, dense, random_cache
 from bench.cases import Case, heads, product
 from bench.program import reference
 from bench.rivals import attention as rivals
@@ -26,8 +26,16 @@ from jspec.ops.attention.scored import SCORED
 from jspec.ops.attention.weights import WEIGHTS
 from jspec.typing import Array
 
-DEFAULT: Case = {"B": 8, "S": 32768, "heads": "32/8", "H": 128, "T": 1, "lengths": "full"}
-CHOICES = {"lengths": ("full", "ragged"), "indices": ("shared", "per-head")}
+DEFAULT: Case = {
+    "B": 8,
+    "S": 32768,
+    "heads": "32/8",
+    "H": 128,
+    "T": 1,
+    "cache": "bfloat16",
+    "lengths": "full",
+}
+CHOICES = {"cache": CACHES, "lengths": ("full", "ragged"), "indices": ("shared", "per-head")}
 
 
 def attention_setup(case: Case) -> Setup:
@@ -40,7 +48,7 @@ def attention_setup(case: Case) -> Setup:
         check.both,
         bytes_of(int(inputs.lengths.sum()), case),
         static(case),
-        rivals.attention(inputs, check.output),
+        rivals.attention(inputs, check.output) if _of_16_bits(case) else {},
     )
 
 
@@ -98,8 +106,13 @@ def gathered_setup(case: Case) -> Setup:
         check.both,
         bytes_of(case["B"] * (case["n"] + case["T"]), case) + data.selected.nbytes,
         static,
-        rivals.gathered_attention(data, check.output),
+        rivals.gathered_attention(data, check.output) if _of_16_bits(case) else {},
     )
+
+
+def _of_16_bits(case: Case) -> bool:
+    """Whether rivals take the cache, whose dtype must be that of the queries."""
+    return case.get("cache", "bfloat16") == "bfloat16"
 
 
 def scored_setup(case: Case) -> Setup:
@@ -169,10 +182,12 @@ SMALL_SELECTIONS = [  # at 7 % of the context, as Vegas selects
     *product(B=(64,), S=("8K",), n=(576,), heads=("16/8",)),
     *product(B=(64,), S=("8K",), n=(576,), heads=("32/8",), H=(64,)),
 ]
-SCORED_DEFAULT = {key: DEFAULT[key] for key in ("B", "S", "heads", "H", "T")}
+SCORED_DEFAULT = {key: DEFAULT[key] for key in ("B", "S", "heads", "H", "T", "cache")}
+EIGHT_BITS = product(B=(4,), S=("128K",), T=(1, 10), cache=("float8_e4m3fn",))
 SCORED_CASES = [
     *product(B=(4,), S=("128K",), heads=("32/8",), T=(2, 6, 10, 16)),
     *product(B=(4,), S=("128K",), heads=("64/8",), H=(64,), T=(2, 6, 10, 16)),
+    *EIGHT_BITS[1:],
 ]
 
 
@@ -181,6 +196,7 @@ def _scored(operation: Any, setup: Callable[[Case], Setup]) -> OperationBenchmar
         operation=operation,
         setup=lambda case: setup(case | {"lengths": "full"}),
         default=SCORED_DEFAULT,
+        choices=CHOICES,
         complete=checked,
         gpu=SCORED_CASES,
         quick=SCORED_CASES[:1],
@@ -204,6 +220,7 @@ SUITE = suite_of(
             *("B=8,heads=64/8,H=64,T=12", "B=8,S=64K,lengths=ragged", "B=1,S=8K", "B=32,S=8K"),
             *("B=32,S=8K,T=10", *CONTEXTS, *product(B=(4,), T=(2, 4, 8, 10, 16))),
             *SMALL_MODELS,
+            *EIGHT_BITS,
         ],
         quick=["B=8", "B=4,S=128K,T=10", "B=8,S=64K,lengths=ragged", "B=1,S=8K"],
         cpu=["B=1,S=2K", "B=1,S=8K", "B=1,S=8K,T=10", "B=4,S=2K,lengths=ragged"],
@@ -213,7 +230,7 @@ SUITE = suite_of(
         setup=gathered_setup,
         rivals=rivals.GATHERED,
         default={
-            **{key: DEFAULT[key] for key in ("B", "heads", "H", "T")},
+            **{key: DEFAULT[key] for key in ("B", "heads", "H", "T", "cache")},
             "S": 131072,
             "n": 8192,
             "indices": "shared",
@@ -223,6 +240,7 @@ SUITE = suite_of(
         gpu=[
             *("", "T=10", "S=32K,n=512,heads=32/32,indices=per-head", "S=32K,n=2K"),
             *SMALL_SELECTIONS,
+            "cache=float8_e4m3fn",
         ],
         quick=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head"],
         cpu=["B=1,S=8K,n=512", "B=1,S=8K,n=512,heads=32/32,indices=per-head"],

@@ -1,8 +1,8 @@
 """Caches and queries made on the device, and a check of attention over them.
 
-Keys, values and queries are normal numbers in bfloat16. The values of what a query must not read
-are large, and so are those of the last one that it must: reading one slot too many or too few
-changes the output by more than the check allows.
+Keys, values and queries are normal numbers in bfloat16, or keys and values in 8 bits. The values of
+what a query must not read are large, and so are those of the last one that it must: reading one
+slot too many or too few changes the output by more than the check allows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import numpy as np
 
 from bench import workload
 from bench.cases import heads
+from jspec.ops.cached import FLOAT8, as_cached
 from jspec.typing import Array
 
 DTYPE = jnp.bfloat16
+CACHES = ("bfloat16", str(FLOAT8))  # dtypes of keys and values
 TOLERANCE = 0.02  # of the norm of a head's output: bfloat16 weights and outputs stay under 0.005
 LSE_TOLERANCE = 0.01
 
@@ -65,17 +67,20 @@ def random_cache(
     (query_heads, kv_heads), size = heads(case), case["H"]
     q_shape = (case["B"], case["T"], query_heads, size)
     kv_shape = (case["B"], case["S"], kv_heads, size)
-    return _random_cache(q_shape, kv_shape, jnp.asarray(large), jnp.asarray(reads, jnp.float32))
+    large, counts = jnp.asarray(large), jnp.asarray(reads, jnp.float32)
+    return _random_cache(q_shape, kv_shape, case.get("cache", str(DTYPE.dtype)), large, counts)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _random_cache(q_shape: tuple[int, ...], kv_shape: tuple[int, ...], large: Array, reads: Array):
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _random_cache(
+    q_shape: tuple[int, ...], kv_shape: tuple[int, ...], cached: str, large: Array, reads: Array
+) -> tuple[Array, Array, Array]:
     keys = jax.random.split(jax.random.key(workload.SEED), 3)
     shapes = (q_shape, kv_shape, kv_shape)
     q, k, v = (jax.random.normal(key, s, DTYPE) for key, s in zip(keys, shapes, strict=True))
     # An output is about a value divided by the root of the number of values read.
     by = jnp.where(large, (jnp.sqrt(reads) / 4)[:, None, None], jnp.float32(1)).astype(DTYPE)
-    return q, k, v * by[..., None]
+    return q, as_cached(k, cached), as_cached(v * by[..., None], cached)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,5 +105,6 @@ class Check:
 def bytes_of(reads: int, case: Mapping[str, Any]) -> int:
     """Bytes of ``reads`` keys and values of every KV head, and of the queries and outputs."""
     query_heads, kv_heads = heads(case)
-    vectors = 2 * (reads * kv_heads + case["B"] * case["T"] * query_heads)
-    return vectors * case["H"] * jnp.dtype(DTYPE).itemsize
+    width = jnp.dtype(DTYPE).itemsize
+    read = reads * kv_heads * jnp.dtype(case.get("cache", DTYPE)).itemsize
+    return 2 * case["H"] * (read + case["B"] * case["T"] * query_heads * width)

@@ -25,6 +25,9 @@ CHECK = ("rows", "identical_rows", "flip_margins")
 # Options of cases that name backends, by operation: earlier rows are of the measured orders.
 BY_BACKEND = {"real": "backends", "step": "backends", "attend": "kernel"}
 
+# Operations over a cache that was always of bfloat16.
+OVER_CACHE = ("attention", "gathered_attention", "scored_attention", "mean_weights")
+
 
 def as_today(result: Mapping[str, Any]) -> dict[str, Any]:
     """The result, whose rows have today's names; ratios of its figures are added.
@@ -46,6 +49,9 @@ def _as_today(suite: str, row: Row) -> Row:
         return _iteration(row)
     if (option := BY_BACKEND.get(str(operation))) and option not in case:
         return row | {"case": case | {option: DEFAULT_BACKENDS}}
+    if operation in OVER_CACHE and suite in ("attention", "gather") and "cache" not in case:
+        sizes = {"sizes": row["sizes"] | {"bits": 16}} if row.get("sizes") else {}
+        return row | {"case": case | {"cache": "bfloat16"}} | sizes
     if operation == "bundled":
         return _renamed(row, tokens_per_iteration="tokens")
     if suite == "hata-off" and "context" in case:

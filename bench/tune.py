@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import blocks, show
+from bench.earlier import as_today
 from bench.point import best_clock, by_case, spread
 from bench.settings import console
 from bench.suite import OperationBenchmark
@@ -58,7 +59,7 @@ def tune(folder: Path, path: Path) -> None:
     Raises:
         ValueError: where nothing can be fitted to the results.
     """
-    results = list(map(show.read, sorted(folder.glob("*.json"))))
+    results = [as_today(show.read(path)) for path in sorted(folder.glob("*.json"))]
     rows = [row for result in results for row in result["rows"] if row.get("sizes")]
     if not rows:
         raise ValueError(

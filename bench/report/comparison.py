@@ -53,7 +53,8 @@ class Entry:
 
 
 VERIFY = {"B": 32, "alpha": 0.9}
-HEADS = {"heads": "32/8", "H": 128}
+CACHE = {"cache": "bfloat16"}
+HEADS = {"heads": "32/8", "H": 128} | CACHE
 CODES = {"B": 8, "R": 128, "T": 1}
 LONG_CODES = CODES | {"S": 32768}
 FAMILIES: dict[str, Sequence[Entry]] = {
@@ -105,15 +106,15 @@ FAMILIES: dict[str, Sequence[Entry]] = {
             "attention",
             [{"B": 4, "S": 131072, "T": t} | HEADS for t in (1, 10)]
             + [{"B": 8, "S": 32768, "T": 1} | HEADS]
-            + [{"B": 8, "S": 32768, "T": 12, "heads": "64/8", "H": 64}]
-            + [{"B": 96, "S": 7168, "T": 6, "heads": "9/3", "H": 64}],
+            + [{"B": 8, "S": 32768, "T": 12, "heads": "64/8", "H": 64} | CACHE]
+            + [{"B": 96, "S": 7168, "T": 6, "heads": "9/3", "H": 64} | CACHE],
         ),
         Entry("scored_attention", [{"B": 4, "S": 131072, "T": 10} | HEADS]),
         Entry(
             "gathered_attention",
             [
                 {"B": 8, "S": 131072, "n": 8192, "indices": "shared", "T": 1} | HEADS,
-                {"B": 8, "S": 32768, "n": 512, "indices": "per-head", "heads": "32/32"},
+                {"B": 8, "S": 32768, "n": 512, "indices": "per-head", "heads": "32/32"} | CACHE,
             ],
         ),
     ),

@@ -84,8 +84,9 @@ def us(microseconds: float) -> str:
 
 
 def case_words(case: Mapping[str, Any], without: Sequence[str] = ()) -> str:
-    """``B=8, S=32K`` of a case, its parts in ``without`` left out."""
-    return ", ".join(f"{k}={cell(k, v)}" for k, v in case.items() if k not in without)
+    """``B=8, S=32K`` of a case, its parts in ``without`` and a cache of 16 bits left out."""
+    said = {k: v for k, v in case.items() if k not in without and (k, v) != ("cache", "bfloat16")}
+    return ", ".join(f"{k}={cell(k, v)}" for k, v in said.items())
 
 
 def microseconds(row: Row) -> float:

@@ -142,7 +142,7 @@ verify_lines = lines_of(
         "read",
     ),
 )
-HEADS = {"heads": "32/8", "H": 128}
+HEADS = {"heads": "32/8", "H": 128, "cache": "bfloat16"}
 attention_lines = lines_of(
     Cases(
         "attention",

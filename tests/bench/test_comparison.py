@@ -15,7 +15,15 @@ CEILINGS = [
     | {"bytes": 10**9, "device_ns": [1_000_000] * 3}  # 1 TB/s
     for work in ("read", "copy")
 ]
-CASE = {"B": 4, "S": 131072, "T": 1, "heads": "32/8", "H": 128, "lengths": "full"}
+CASE = {
+    "B": 4,
+    "S": 131072,
+    "T": 1,
+    "heads": "32/8",
+    "H": 128,
+    "cache": "bfloat16",
+    "lengths": "full",
+}
 
 
 def row(name, microseconds, **rest):

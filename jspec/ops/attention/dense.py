@@ -182,14 +182,15 @@ def attention_sizes(
 ) -> dict[str, int]:
     """The sizes that backends are ordered by.
 
-    ``rows`` is T * G, ``keys`` all those of the cache, ``channels`` those of a key;
-    ``key_positions`` is 1 where they are passed, else 0.
+    ``rows`` is T * G, ``keys`` all those of the cache, ``channels`` those of a key and ``bits``
+    those of a channel; ``key_positions`` is 1 where they are passed, else 0.
     """
     batch, tokens, heads, _ = q.shape
     slots, kv_heads, channels = k.shape[1:]
     rows, keys = tokens * heads // kv_heads, batch * slots * kv_heads
     sizes = {"batch": batch, "tokens": tokens, "rows": rows, "slots": slots, "keys": keys}
-    return sizes | {"channels": channels, "key_positions": int(key_positions is not None)}
+    sizes |= {"channels": channels, "bits": 8 * k.dtype.itemsize}
+    return sizes | {"key_positions": int(key_positions is not None)}
 
 
 def _cases() -> list[Case]:

@@ -168,13 +168,15 @@ def gathered_sizes(
 ) -> dict[str, int]:
     """The sizes that backends are ordered by.
 
-    ``rows`` is T * G; ``lists``: selections of a batch row, 1 where heads share one.
+    ``rows`` is T * G; ``bits``: of a channel of a key; ``lists``: selections of a batch row, 1
+    where heads share one.
     """
     batch, tokens, heads, _ = q.shape
     kv_heads, channels = k.shape[2:]
     sizes = {"batch": batch, "tokens": tokens, "rows": tokens * heads // kv_heads}
     lists = 1 if selected.ndim == 2 else selected.shape[1]
-    return sizes | {"selected": selected.shape[-1], "channels": channels, "lists": lists}
+    sizes |= {"selected": selected.shape[-1], "channels": channels, "bits": 8 * k.dtype.itemsize}
+    return sizes | {"lists": lists}
 
 
 def _cases() -> list[Case]:
