@@ -31,7 +31,7 @@ TARGETS = {
         "acceptance_scan",
         "acceptance_scan_naive",
     ),
-    "pack": ("pack", "verify_and_pack", "verify_and_pack_single"),
+    "pack": ("pack", "pack_path", "verify_and_pack", "verify_and_pack_single"),
     "sample": ("verify_stochastic", "sample"),
     "linear": ("linear", "linear_chain"),
     "grouped": ("grouped_linear",),

@@ -24,6 +24,7 @@ from .key_scores import dot_scores as dot_scores
 from .key_scores import page_scores as page_scores
 from .packing import Packed as Packed
 from .packing import pack as pack
+from .path import pack_path as pack_path
 from .registry import operations as operations
 from .sample import Sampling as Sampling
 from .selection import select as select

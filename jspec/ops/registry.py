@@ -34,6 +34,7 @@ _HOMES = (
     "jspec.ops.stochastic:VERIFY_STOCHASTIC",
     "jspec.ops.sample:SAMPLE",
     "jspec.ops.packing:PACK",
+    "jspec.ops.path:PACK_PATH",
     "jspec.ops.fused:VERIFY_AND_PACK",
     "jspec.ops.commit:VERIFY_AND_COMMIT",
 )
@@ -48,4 +49,5 @@ def operations() -> tuple[Operation, ...]:
 
 def step_operations() -> list[Operation]:
     """Operations of a step, those that a model or a policy calls by itself included."""
-    return [x for x in operations() if x.name not in ("acceptance_scan", "pack", "verify_and_pack")]
+    others = ("acceptance_scan", "pack", "verify_and_pack", "pack_path")
+    return [x for x in operations() if x.name not in others]

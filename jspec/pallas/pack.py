@@ -23,7 +23,7 @@ MAX_ROWS = 4096  # of the batch: every program sums their counts
 MAX_CHUNKS = 2**16 - 1  # of a batch row: the second axis of a grid
 
 # Elements of these sizes in bytes are copied as integers, whatever their dtype.
-_CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+CARRIERS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def pack_pallas(
 def carry(kv: Array) -> Array:
     """The elements of ``kv [B, gamma, D]`` as whole numbers ``[B, gamma * D]`` of their size."""
     batch, gamma, width = kv.shape
-    return lax.bitcast_convert_type(kv, _CARRIERS[kv.dtype.itemsize]).reshape(batch, gamma * width)
+    return lax.bitcast_convert_type(kv, CARRIERS[kv.dtype.itemsize]).reshape(batch, gamma * width)
 
 
 def uncarry(packed: Array, kv: Array) -> Array:
@@ -142,6 +142,13 @@ def copy_chunk(refs, offset, row_count, chunk, sizes: tuple[int, int, int]) -> N
         few *= 2
 
 
+def refuses_elements(kv: Array, name: str = "kv") -> str | None:
+    """Why elements of this type cannot be copied as integers, or None."""
+    if jax.dtypes.itemsize_bits(kv.dtype) not in (8, 16, 32) or kv.dtype == jnp.bool_:
+        return f"{name} of {kv.dtype} does not have elements of 1, 2 or 4 bytes"
+    return None
+
+
 def refuses(kv: Array) -> str | None:
     """Why the kernel cannot take KV rows of this shape and type, or None."""
     batch, gamma, width = kv.shape
@@ -149,8 +156,8 @@ def refuses(kv: Array) -> str | None:
         return f"kv {kv.shape} leaves nothing to launch"
     if batch > MAX_ROWS:
         return f"B={batch} is over {MAX_ROWS}"
-    if jax.dtypes.itemsize_bits(kv.dtype) not in (8, 16, 32) or kv.dtype == jnp.bool_:
-        return f"kv of {kv.dtype} does not have elements of 1, 2 or 4 bytes"
+    if reason := refuses_elements(kv):
+        return reason
     if width * kv.dtype.itemsize % WORD:
         return f"D={width} of {kv.dtype} is {width * kv.dtype.itemsize} bytes, not words of {WORD}"
     if kv.size >= 2**31:

@@ -76,7 +76,7 @@ def passes_aliases_twice() -> bool:
 
 def triton_call(
     kernel: Any,
-    *arrays: Array,
+    *arrays: Array | tuple[Array, ...],
     out: Sequence[jax.ShapeDtypeStruct],
     programs: int,
     warps: int,
@@ -91,12 +91,12 @@ def triton_call(
 
     Args:
         kernel: the jitted Triton function.
-        arrays: its inputs.
+        arrays: its inputs; from jax-triton 0.4 on, one may be a tuple of arrays.
         out: shapes and dtypes of its outputs.
         programs: the size of the grid.
         warps: of a program.
         stages: of the compiler's loop pipelining, None for its default.
-        aliases: from the index of an input to that of the output that shares its memory; such
+        aliases: from the index of an input array to that of the output that shares its memory; such
             outputs come last, since jax-triton 0.4 passes outputs by position.
         constants: the ``tl.constexpr`` parameters of the kernel.
 
@@ -111,7 +111,7 @@ def triton_call(
     settings["input_output_aliases"] = dict(aliases or {})
 
     @jax.custom_batching.sequential_vmap  # jax-triton itself has no rule for vmap
-    def launch(*arrays: Array) -> tuple[Array, ...]:
+    def launch(*arrays: Array | tuple[Array, ...]) -> tuple[Array, ...]:
         with warnings.catch_warnings():
             # 0.4 would have refs in place of aliases, which 0.3 does not take.
             warnings.filterwarnings("ignore", "input_output_aliases is deprecated")

@@ -65,14 +65,21 @@ def pack_triton(
     return uncarry(packed, kv.dtype), offsets, total
 
 
+def refuses_elements(kv: Array, name: str = "kv") -> str | None:
+    """Why elements of this type cannot be copied as integers, or None."""
+    bits = jax.dtypes.itemsize_bits(kv.dtype)
+    if bits not in (8, 16, 32, 64) or jnp.issubdtype(kv.dtype, jnp.complexfloating):
+        return f"{name} of {kv.dtype} does not have elements of 1, 2, 4 or 8 bytes"
+    return None
+
+
 def refuses(kv: Array) -> str | None:
     """Why the kernel cannot take KV rows of this shape and type, or None."""
     _, gamma, width = kv.shape
     if 0 in kv.shape:
         return f"kv {kv.shape} leaves nothing to launch"
-    bits = jax.dtypes.itemsize_bits(kv.dtype)
-    if bits not in (8, 16, 32, 64) or jnp.issubdtype(kv.dtype, jnp.complexfloating):
-        return f"kv of {kv.dtype} does not have elements of 1, 2, 4 or 8 bytes"
+    if reason := refuses_elements(kv):
+        return reason
     if gamma * width > 2**30:
         return f"gamma * D = {gamma * width} elements a batch row are over {2**30}"
     return None

@@ -14,13 +14,15 @@ from jspec.cuda_ffi import build, toolchain
 FOLDER = Path(__file__).parent / "emulator"
 
 
-def emulated(subject: str, output: Path):
+def emulated(subject: str, output: Path, name: str | None = None):
     """A function with the signature of `jspec.cuda_ffi.library.call`, for the targets of a subject.
 
-    It runs ``SUBJECT.cc`` of the emulator, which includes the CUDA source, compiled to ``output``.
+    It runs ``NAME.cc`` of the emulator, which includes the CUDA source, with the handlers of
+    ``NAME_ffi.cc``, compiled to ``output``; ``name`` is that of the subject unless passed.
     """
+    name = name or subject
     tools = toolchain.find("cpu")
-    sources = [FOLDER / f"{subject}.cc", build.SRC / subject / f"{subject}_ffi.cc"]
+    sources = [FOLDER / f"{name}.cc", build.SRC / subject / f"{name}_ffi.cc"]
     command = tools.compile(toolchain.FLAGS["cpu"], [FOLDER, build.SRC], sources, output)
     done = toolchain.run(command)
     assert done.returncode == 0, done.stderr

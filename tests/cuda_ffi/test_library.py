@@ -89,6 +89,7 @@ CALLS = {
         {5: 7, 6: 8, 7: 9},
     ),
     "pack": ([KV, LENGTHS], PACKED, CUT, None),
+    "pack_path": ([*COLUMNS, *[((B, 4), jnp.int32)] * 2, LENGTHS], COLUMNS, {}, {0: 0, 1: 1}),
     "verify_and_pack": ([*TOKENS, KV], [*VERIFIED, *PACKED], CUT, None),
     "verify_and_pack_single": ([*TOKENS, KV], [*VERIFIED, *PACKED], {}, None),
     "linear": (

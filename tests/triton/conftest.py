@@ -31,9 +31,11 @@ def interpreted(process):
         name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
         # What the kernel does not write must not look like what it should have written.
         empty = [np.full(x.shape, 99, x.dtype) for x in out]
-        operands = list(map(np.asarray, arrays))
+        leaves, structure = jax.tree.flatten(arrays)
+        leaves = list(map(np.asarray, leaves))
         for before, after in (aliases or {}).items():
-            operands[before] = empty[after] = np.array(operands[before])
+            leaves[before] = empty[after] = np.array(leaves[before])
+        operands = list(jax.tree.unflatten(structure, leaves))
         future = process.submit(interpret, name, operands, empty, programs, constants)
         return future.result()
 

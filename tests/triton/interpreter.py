@@ -112,13 +112,13 @@ def run_assembly(
 
 
 def interpret(
-    kernel: str, arrays: list[np.ndarray], out: list[np.ndarray], programs: int, constants: dict
+    kernel: str, arrays: list, out: list[np.ndarray], programs: int, constants: dict
 ) -> list[np.ndarray]:
     """The arrays ``out`` after ``programs`` programs of the kernel ``"module:name"``.
 
-    Those of ``out`` that are among ``arrays`` are updated. The last program runs first, so that
-    what one writes too much another has written before. Call it in a fresh process: Triton decides
-    at import whether it interprets.
+    Those of ``out`` that are among ``arrays``, or in a tuple of them, are updated. The last program
+    runs first, so that what one writes too much another has written before. Call it in a fresh
+    process: Triton decides at import whether it interprets.
     """
     os.environ["TRITON_INTERPRET"] = "1"
     builder: Any = importlib.import_module("triton.runtime.interpreter").interpreter_builder
@@ -128,6 +128,8 @@ def interpret(
     builder.create_inline_asm = functools.partial(run_assembly, builder)
     module, name = kernel.split(":")
     body: Any = getattr(importlib.import_module(module), name)
-    fresh = [x for x in out if not any(x is y for y in arrays)]
-    body[(programs,)](*map(Tensor, [*arrays, *fresh]), **constants)
+    every = [y for x in arrays for y in (x if isinstance(x, tuple) else (x,))]
+    fresh = [x for x in out if not any(x is y for y in every)]
+    tensors = [tuple(map(Tensor, x)) if isinstance(x, tuple) else Tensor(x) for x in arrays]
+    body[(programs,)](*tensors, *map(Tensor, fresh), **constants)
     return out
