@@ -21,6 +21,7 @@ import jspec
 from bench.cases import Case
 from bench.drafters import ALL, PLAIN
 from bench.load import Load, PromptAndParams, arrivals, serve, step_seconds
+from bench.memory import MEMORY
 from bench.point import Row
 from bench.real import check
 from bench.settings import Settings
@@ -203,8 +204,9 @@ SERVING = Benchmark(
 SUITE = dataclasses.replace(
     suite_of(
         "serving",
-        "the engine: tokens a second and the time of a token, by mix, load and drafter",
-        SERVING,
+        "the engine: tokens a second and the time of a token, by mix, load and drafter; unused "
+        "positions of its cache",
+        *(SERVING, MEMORY),
     ),
     custom_clocks=True,
 )
