@@ -136,7 +136,7 @@ def resident_mib() -> float:
 
 @pytest.mark.skipif(not STATM.exists(), reason="reads the memory of a process as Linux gives it")
 def test_ten_thousand_requests_leave_nothing():
-    models = [make_decoder(ONE_LAYER, seed=x, embedding=400.0, head=4.0) for x in (1, 7, 8)]
+    models = [make_decoder(ONE_LAYER, seed=x, head=8.0) for x in (1, 7, 8)]
     engine = Engine(
         models[0],
         slots=8,
