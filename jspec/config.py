@@ -282,6 +282,7 @@ class SamplingParams:
         ignore_eos: Whether the model's stop tokens do not end the request.
         logprobs: How many of the likeliest tokens to give with each token and its log-probability;
             0 gives the token alone, None no log-probabilities.
+        prompt_logprobs: The same for the tokens of the prompt, but the first.
         logit_bias: What is added to the logits of tokens, as ``{token: bias}``; minus infinity bans
             a token. The fields from here on are those of `jspec.LogitsProcessor`: they change the
             logits before the temperature, also of greedy requests.
@@ -306,6 +307,7 @@ class SamplingParams:
     draft_limit: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     banned_tokens: tuple[int, ...] = ()
     min_new_tokens: int = 0
@@ -331,8 +333,9 @@ class SamplingParams:
         object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
         flag = self.ignore_eos
         require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
-        if self.logprobs is not None:
-            self._whole("logprobs", 0, "must be at least 0; None gives no log-probabilities")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._whole(name, 0, "must be at least 0; None gives no log-probabilities")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         banned = token_ids("banned_tokens", self.banned_tokens)
         object.__setattr__(self, "banned_tokens", tuple(dict.fromkeys(banned)))

@@ -26,11 +26,9 @@ from jspec.decode.logprobs import Logprobs, TokenScores
 from jspec.decode.options import DecodeOptions, ResolvedOptions, check_names
 from jspec.decode.request import Request
 from jspec.decode.rows import power_of_two
-from jspec.decode.score import score_top_tokens
 from jspec.decode.settings import check_draft, check_target
 from jspec.decode.state import Models
 from jspec.decode.weights import matched_arrays
-from jspec.dispatch import Backends
 from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate, Message, load_chat_template
@@ -196,8 +194,7 @@ class LLM:
                 `Completion.logprobs`; 0 gives the token itself alone, None what ``params`` ask
                 for. They are the model's, at temperature 1 without filters and processors, from the
                 passes that verify the tokens.
-            prompt_logprobs: the same for the tokens of the prompt, None for none. They cost another
-                prefill.
+            prompt_logprobs: the same for the tokens of the prompt, from its prefill.
 
         Returns:
             ``n`` completions of the first prompt, then of the second, and so on.
@@ -318,7 +315,8 @@ class LLM:
         stop, asked = _texts(stop), {}
         if (count := self._checked_logprobs("logprobs", logprobs)) is not None:
             asked["logprobs"] = count
-        of_prompt = self._checked_logprobs("prompt_logprobs", prompt_logprobs)
+        if (count := self._checked_logprobs("prompt_logprobs", prompt_logprobs)) is not None:
+            asked["prompt_logprobs"] = count
         # Every prompt gets a seed; its other answers take the seeds that follow.
         params = [
             dataclasses.replace(p, seed=(p.seed + sample) % 2**32, **asked)
@@ -341,31 +339,12 @@ class LLM:
         finally:
             self._engines.cancel(requests)
         completions = [x.close(request) for x, request in zip(answers, requests, strict=True)]
-        if of_prompt is None:
-            return completions
-        scores = self._scores(prompts, of_prompt)
-        by_prompt = [
-            (None, *score.by_token(ids[1:])) for ids, score in zip(prompts, scores, strict=True)
-        ]
         return [
-            dataclasses.replace(one, prompt_logprobs=by_prompt[index // n])
-            for index, one in enumerate(completions)
+            one if x is None else dataclasses.replace(one, prompt_logprobs=_by_token(prompt, x))
+            for one, prompt, x in zip(
+                completions, ids, (request.prompt_logprobs for request in requests), strict=True
+            )
         ]
-
-    def _scores(self, prompts: Sequence[Sequence[int]], count: int) -> list[TokenScores]:
-        """Scores of the tokens of ``prompts``, with ``count`` of the likeliest at each."""
-        scores, size = [], min(self._batch, power_of_two(len(prompts)))
-        for begin in range(0, len(prompts), size):
-            part = list(prompts[begin : begin + size])
-            filled = part + [part[0]] * (size - len(part))  # so that a program serves all calls
-            scores += score_top_tokens(
-                self.model,
-                filled,
-                count,
-                backends=self._options.get("backends", Backends()),
-                exact=self._options.get("exact", False),
-            )[: len(part)]
-        return scores
 
     def _checked_logprobs(self, name: str, logprobs: int | None) -> int | None:
         """``logprobs`` as `generate` takes it; raises `ValueError` for anything else."""
@@ -440,6 +419,11 @@ def _progress(requests: Sequence[Request]) -> Iterator[Callable[[], None]]:
     finally:
         if bars is not None:
             bars.stop()
+
+
+def _by_token(prompt: Sequence[int], scores: TokenScores) -> tuple[dict[int, float] | None, ...]:
+    """Log-probabilities of the tokens of a prompt, None for the first one."""
+    return None, *scores.by_token(prompt[1:])
 
 
 def _is_listing(value: Any) -> bool:

@@ -238,8 +238,9 @@ def test_numbers_of_numpy_are_those_of_python():
         stop_tokens=np.array([2, 9], np.int16),
         draft_limit=np.int32(1),
         logprobs=np.int64(2),
+        prompt_logprobs=np.uint16(3),
     )
-    expected = SamplingParams(3, 0.5, 7, 0.25, 0.125, 2**32 - 1, (2, 9), 1, logprobs=2)
+    expected = SamplingParams(3, 0.5, 7, 0.25, 0.125, 2**32 - 1, (2, 9), 1, False, 2, 3)
     assert got == expected
     assert hash(got) == hash(expected)
     assert {type(value) for value in vars(got).values()} == {int, float, tuple, bool}

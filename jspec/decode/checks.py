@@ -190,11 +190,12 @@ def check_request(models: Models, prompt: Prompt, params: SamplingParams) -> Non
             f"the prompt holds token {low if low < 0 else high}, outside the vocabulary "
             f"0..{config.vocab_size - 1}"
         )
-    if params.logprobs is not None and params.logprobs > config.vocab_size:
-        raise ValueError(
-            f"logprobs={params.logprobs} must be at most the {config.vocab_size} tokens that there "
-            "are"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > config.vocab_size:
+            raise ValueError(
+                f"{name}={getattr(params, name)} must be at most the {config.vocab_size} tokens "
+                "that there are"
+            )
     biased = [*params.banned_tokens, *dict(params.logit_bias)]
     if biased and max(biased) >= config.vocab_size:
         raise ValueError(
@@ -235,6 +236,11 @@ def strongest(modes: Sequence[SamplingMode]) -> SamplingMode:
 def logprobs_of(params: Sequence[SamplingParams]) -> int | None:
     """The largest ``logprobs`` of a batch, None where no request asks for any."""
     return max((p.logprobs for p in params if p.logprobs is not None), default=None)
+
+
+def prompt_logprobs_of(params: Sequence[SamplingParams]) -> int | None:
+    """The largest ``prompt_logprobs`` of a batch, None where no request asks for any."""
+    return max((p.prompt_logprobs for p in params if p.prompt_logprobs is not None), default=None)
 
 
 def sampling_of(params: Sequence[SamplingParams]) -> Sampling:

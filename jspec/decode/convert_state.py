@@ -69,7 +69,7 @@ def convert_state(
     if config.selects_in_prefill:
         # The last token again, whose query is in no cache.
         begin = jnp.maximum(converted.cache.lengths - 1, 0)
-        cache, drafter_state = prefill_chunk(
+        cache, drafter_state, _ = prefill_chunk(
             *(models, converted.cache, converted.draft, converted.tokens, begin),
             config=config,
             size=1,

@@ -60,6 +60,8 @@ class Engine:
         stop_tokens: Most stop tokens of a request, the model's included.
         logprobs: Most of the likeliest tokens that a request asks for by ``params.logprobs``; None
             refuses requests that ask for log-probabilities.
+        prompt_logprobs: The same of ``params.prompt_logprobs``. Prompts whose log-probabilities are
+            asked for are prefilled one by one, and whole, also after a shared prefix.
         prefill_chunk: Prompt tokens per free slot and step; None is 512, 2048 for a model of up to
             256 MiB, and 256 on a CPU.
         on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
@@ -83,6 +85,7 @@ class Engine:
         capacity: int,
         stop_tokens: int = 16,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         prefill_chunk: int | None = None,
         on_compile: OnCompile | None = None,
         **options: Unpack[DecodeOptions],
@@ -100,9 +103,9 @@ class Engine:
                 "model's own"
             )
         self.stop_tokens = stop_tokens
-        asking = SamplingParams(max_new_tokens=1, logprobs=logprobs)
+        asking = SamplingParams(1, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         check_request(resolved.models, [0], asking)  # a request may ask for as many
-        self.logprobs = asking.logprobs
+        self.logprobs, self.prompt_logprobs = asking.logprobs, asking.prompt_logprobs
         self._variables = variables_of(Models(model, options.get("draft_model")))
         self._options = resolved
         self._runner = Runner(resolved, slots, on_compile, logprobs=self.logprobs)
@@ -110,7 +113,7 @@ class Engine:
         self._is_at_work, self.is_closed, self._has_cache = False, False, True
         with self._memory():
             room, programs = rounded_capacity(capacity), self._runner.chunks.programs
-            prefill = SlotPrefill(resolved, slots, room, chunk, programs)
+            prefill = SlotPrefill(*(resolved, slots, room, chunk, programs), self.prompt_logprobs)
             self._scheduler = Scheduler(self._runner, prefill)
             self._create_slots()
 
@@ -161,12 +164,13 @@ class Engine:
                 f"the request has {len(stops)} stop tokens, the model's included, and the engine "
                 f"room for stop_tokens={self.stop_tokens}; make it with more"
             )
-        most = -1 if self.logprobs is None else self.logprobs
-        if params.logprobs is not None and params.logprobs > most:
-            raise ValueError(
-                f"the request asks for logprobs={params.logprobs}, and the engine was made with "
-                f"logprobs={self.logprobs}; make it with as many"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            asked, limit = getattr(params, name), getattr(self, name)
+            if asked is not None and (limit is None or asked > limit):
+                raise ValueError(
+                    f"the request asks for {name}={asked}, and the engine was made with "
+                    f"{name}={limit}; make it with as many"
+                )
         request = Request(ids.astype(np.int32), params, stops, on_tokens, self)
         self._scheduler.add(request)
         return request

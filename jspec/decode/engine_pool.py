@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from jspec.config import SamplingParams
-from jspec.decode.checks import Prompt, logprobs_of
+from jspec.decode.checks import Prompt, logprobs_of, prompt_logprobs_of
 from jspec.decode.engine import Engine, OnUpdate
 from jspec.decode.options import DecodeOptions
 from jspec.decode.processors import completed
@@ -108,15 +108,17 @@ class EnginePool:
         for size, engine in sorted(self.engines.items()):
             fits = size == slots or 1 < slots < size
             serves = completed(engine.processors, params) == engine.processors
-            serves &= logprobs_of([*params, asking(engine)]) == engine.logprobs
+            every = [*params, asking(engine)]
+            serves &= logprobs_of(every) == engine.logprobs
+            serves &= prompt_logprobs_of(every) == engine.prompt_logprobs
             if fits and serves and engine.capacity >= positions and engine.stop_tokens >= stops:
                 return engine
-        processors, logprobs = self._options.get("processors", ()), logprobs_of(params)
+        processors, asked = self._options.get("processors", ()), list(params)
         if slots in self.engines:
             before = self.engines.pop(slots)
             positions, stops = max(positions, before.capacity), max(stops, before.stop_tokens)
             processors = before.processors
-            logprobs = logprobs_of([*params, asking(before)])
+            asked.append(asking(before))
             del before  # its memory is free for the next one, unless requests decode in it
         capacity = room_for(positions)
         self.engines = {
@@ -130,7 +132,8 @@ class EnginePool:
             slots=slots,
             capacity=capacity,
             stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
-            logprobs=logprobs,
+            logprobs=logprobs_of(asked),
+            prompt_logprobs=prompt_logprobs_of(asked),
             **options,
         )
         return self.engines[slots]
@@ -138,7 +141,7 @@ class EnginePool:
 
 def asking(engine: Engine) -> SamplingParams:
     """Parameters that ask for as many log-probabilities as the engine can give."""
-    return SamplingParams(logprobs=engine.logprobs)
+    return SamplingParams(logprobs=engine.logprobs, prompt_logprobs=engine.prompt_logprobs)
 
 
 def room_for(positions: int) -> int:

@@ -13,9 +13,9 @@ import numpy as np
 from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt, agreed_params, as_ids, check_requests, logprobs_of
 from jspec.decode.convert_state import convert_state
-from jspec.decode.logprobs import Logprobs
+from jspec.decode.logprobs import Logprobs, TokenScores
 from jspec.decode.options import DecodeOptions, ResolvedOptions
-from jspec.decode.prefill import rounded_capacity, start_decoding
+from jspec.decode.prefill import check_unscored, rounded_capacity, start_decoding
 from jspec.decode.processors import LogitsProcessor, completed
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import Request
@@ -44,6 +44,7 @@ class Generation:
             accepted length.
         logprobs: `Logprobs` of each row, numpy arrays; None for a row whose ``params`` ask for
             none.
+        prompt_logprobs: `TokenScores` of each prompt's tokens but the first, likewise.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -52,6 +53,7 @@ class Generation:
     stats: Stats
     steps: tuple[int, ...]
     logprobs: tuple[Logprobs | None, ...]
+    prompt_logprobs: tuple[TokenScores | None, ...]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -120,6 +122,13 @@ def generate(
         callback = None if on_tokens is None else functools.partial(on_tokens, index)
         requests.append(Request(prompt, row, stops_of(row, ends), callback))
     settings = {"together": True, "logprobs": logprobs_of(rows)}
+
+    def scored(scores: tuple[TokenScores | None, ...]) -> None:
+        for request, of_prompt in zip(requests, scores, strict=True):
+            request._prompt_scores = of_prompt
+
+    if prefilled is not None:
+        check_unscored(rows, "prefilled has no logits of prompts; score_top_tokens gives them")
     runner, prompt_tokens = Runner(resolved, len(ids), on_compile, **settings), 0
     needed = max(len(prompt) + row.max_new_tokens for prompt, row in zip(ids, rows, strict=True))
     size = f"{len(ids)} prompts at a time, the longest of {needed} tokens with max_new_tokens"
@@ -132,6 +141,7 @@ def generate(
                     sizes = {"capacity": capacity, "chunk": prefill_chunk, "grows": True}
                     calls = {"on_prefill": on_prefill, "run": runner.chunks.programs}
                     sizes |= {"cache_dtype": resolved.cache_dtype}
+                    calls |= {"on_prompt_logprobs": scored}
                     calls |= {"processors": resolved.processors}
                     state = start_decoding(models, ids, rows, config, **sizes, **calls)
                     prompt_tokens = sum(map(len, ids))
@@ -183,6 +193,7 @@ def _generation(runner: Runner, requests: Sequence[Request], prompt_tokens: int)
         stats=runner.stats(len(requests), prompt_tokens),
         steps=tuple(request.steps for request in requests),
         logprobs=tuple(request.logprobs for request in requests),
+        prompt_logprobs=tuple(request.prompt_logprobs for request in requests),
     )
 
 

@@ -14,7 +14,9 @@ from jax import lax
 from jspec.ops.distribution import cleaned, smallest_kept
 from jspec.ops.sample import settings_of
 from jspec.ops.vocabulary import Axes, Vocabulary
-from jspec.typing import Array
+from jspec.typing import Array, Model
+
+CHUNK = 64  # tokens a row whose logits are in memory at once
 
 if TYPE_CHECKING:
     from jspec.decode.state import DecodeState
@@ -34,6 +36,10 @@ class TokenScores:
     logprobs: Any
     top_tokens: Any
     top_logprobs: Any
+
+    def first(self, n: int) -> TokenScores:
+        """Those of the first ``n`` tokens."""
+        return jax.tree.map(lambda x: x[:n], self)
 
     def by_token(self, tokens: Sequence[int]) -> tuple[dict[int, float], ...]:
         """For each of ``tokens`` log-probabilities by token: its own, then those of the likeliest.
@@ -94,6 +100,45 @@ def token_scores(logits: Array, tokens: Array, count: int, axes: Axes | None) ->
     top, top_tokens = vocabulary.top(logits, count)
     chosen = vocabulary.of_tokens(logits, tokens) - highest - log_total
     return TokenScores(chosen, top_tokens, top - highest[..., None] - log_total[..., None])
+
+
+def scores_of_hidden(
+    model: Model, hidden: Array, tokens: Array, count: int, axes: Axes | None
+) -> TokenScores:
+    """Of ``tokens [B, T]``, each by the hidden state before it, ``[B, T, D]``.
+
+    ``axes`` as in `token_scores`. Logits of `CHUNK` tokens a row are in memory at once.
+    """
+
+    def score(piece: tuple[Array, Array]) -> TokenScores:
+        logits = model.logits(piece[0]).astype(jnp.float32)
+        return token_scores(logits, piece[1], count, axes)
+
+    batch, size = tokens.shape
+    if size <= CHUNK:
+        return score((hidden, tokens))
+    padding = -size % CHUNK
+
+    def pieces(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.swapaxes(x.reshape(batch, -1, CHUNK, *x.shape[2:]), 0, 1)
+
+    def whole(x: Array) -> Array:
+        return jnp.swapaxes(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :size]
+
+    return jax.tree.map(whole, lax.map(score, (pieces(hidden), pieces(tokens))))
+
+
+def joined_scores(parts: Sequence[tuple[TokenScores, int]], row: int, count: int) -> TokenScores:
+    """The scores of ``row`` as numpy arrays, with the first ``count`` tokens at each position.
+
+    ``parts``: one after the other, arrays ``[B, T, ...]``, of which so many positions count.
+    """
+    rows = [jax.tree.map(lambda x, n=n: np.asarray(x)[row, :n], part) for part, n in parts]
+    if not rows:
+        return jax.tree.map(np.asarray, Logprobs.empty((0,), count).model)
+    whole = jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
+    return jax.tree.map(lambda x: x[:, :count] if x.ndim == 2 else x, whole)
 
 
 def verified_logprobs(

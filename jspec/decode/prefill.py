@@ -21,9 +21,11 @@ from jspec.decode.checks import (
     check_models,
     check_requests,
     check_started,
+    prompt_logprobs_of,
     strongest,
 )
 from jspec.decode.draft import TargetPass
+from jspec.decode.logprobs import Logprobs, TokenScores, joined_scores, scores_of_hidden
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.processors import (
     LogitsProcessor,
@@ -40,7 +42,7 @@ from jspec.decode.rows import (
     stops_of,
 )
 from jspec.decode.settings import StepConfig, check_arrays
-from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.decode.state import DecodeState, FlatModels, Models, vocabulary_axes
 from jspec.ops.cached import FLOAT8
 from jspec.policies.collect import run_prompt
 from jspec.policies.dense import DenseAttend
@@ -51,6 +53,7 @@ from jspec.typing import Array, Model
 LEAST = 16  # tokens per row of the smallest prefill pass: fewer take as long
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
 OnPrefill = Callable[[int, int], None]
+OnPromptLogprobs = Callable[[tuple[TokenScores | None, ...]], None]
 
 
 def start_decoding(
@@ -67,6 +70,7 @@ def start_decoding(
     sharding: Placing = None,
     grows: bool = False,
     processors: Sequence[LogitsProcessor] = (),
+    on_prompt_logprobs: OnPromptLogprobs | None = None,
 ) -> DecodeState:
     """Check a batch of requests and prefill their prompts.
 
@@ -91,6 +95,8 @@ def start_decoding(
         grows: Whether ``capacity`` may be less than the longest request needs, as the caller raises
             it in time by `jspec.grow_capacity`.
         processors: Logits processors of all requests, after those that their ``params`` need.
+        on_prompt_logprobs: Called with the `TokenScores` of each prompt's tokens but the first,
+            numpy arrays, None for a request that asks for none by ``params.prompt_logprobs``.
 
     Returns:
         The state for the first step.
@@ -104,6 +110,8 @@ def start_decoding(
     models, ids, params = _checked(
         *(models, prompts, params, config), (capacity, chunk, cache_dtype, grows)
     )
+    if on_prompt_logprobs is None:
+        check_unscored(params, "start_decoding(on_prompt_logprobs=) and score_top_tokens give them")
     needed = max(len(p) + s.max_new_tokens for p, s in zip(ids, params, strict=True))
     capacity = rounded_capacity(needed) if capacity is None else capacity
     if grows:
@@ -115,7 +123,7 @@ def start_decoding(
     layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
     sizes = (capacity, layouts, dtype, chunk)
     processors = completed(check_processors(processors), params)
-    rest = (processors, on_prefill, run, sharding)
+    rest = (processors, on_prefill, run, sharding, on_prompt_logprobs)
     return _started(models, ids, params, config, *sizes, *rest)
 
 
@@ -141,6 +149,14 @@ def _checked(
     return models, ids, params
 
 
+def check_unscored(params: Sequence[SamplingParams], way_out: str) -> None:
+    """Raise `ValueError` where a request asks for log-probabilities of its prompt."""
+    if (count := prompt_logprobs_of(params)) is not None:
+        raise ValueError(
+            f"a request asks for prompt_logprobs={count}, which are not given: {way_out}"
+        )
+
+
 def _check_capacity(capacity: Any, needed: int, parts: str = "prompt and max_new_tokens") -> None:
     """Raise `ValueError` unless the ``parts`` of a request, ``needed`` positions, fit."""
     if (whole_number(capacity) or 0) < needed:
@@ -164,6 +180,7 @@ def _started(
     on_prefill: OnPrefill | None = None,
     run: Callable[..., Any] | None = None,
     sharding: Placing = None,
+    on_prompt_logprobs: OnPromptLogprobs | None = None,
 ) -> DecodeState:
     """The state of checked requests: every prompt token but the last of each row is prefilled."""
     batch = len(ids)
@@ -187,14 +204,24 @@ def _started(
     chunk = min(chunk, power_of_two(total))
     call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
     prompts = jax.device_put(tokens)  # jnp.asarray compiles a program for each shape
+    count, scores = prompt_logprobs_of(params), []
     ends_at = set(((lengths - 2) // chunk).tolist())  # the chunk of a row's last cached token
     for begin in range(0, total, chunk):
         args = (models, cache, drafter_state, prompts, np.int32(begin))
         selects = config.selects_in_prefill and begin // chunk in ends_at
-        cache, drafter_state = call(*args, config=config, size=chunk, selects=selects)
+        static = {"config": config, "size": chunk, "selects": selects, "prompt_logprobs": count}
+        cache, drafter_state, part = call(*args, **static)
+        scores.append((part, chunk))
         if on_prefill is not None:
             jax.block_until_ready(cache)
             on_prefill(min(begin + chunk, total), total)
+    if on_prompt_logprobs is not None:
+        asked = ((row, length, params[row].prompt_logprobs) for row, length in enumerate(lengths))
+        of_rows = (
+            None if n is None else joined_scores(scores, row, n).first(length - 1)
+            for row, length, n in asked
+        )
+        on_prompt_logprobs(tuple(of_rows))
     ends = models.target.config.stop_tokens
     row = (tokens, lengths, params, ends, cache, drafter_state)
     settings = {"processors": processors, "vocab_size": models.target.config.vocab_size}
@@ -236,6 +263,7 @@ def fill_slot(
         raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
     check_started(state.exact, config.exact)
     checked, ids, rows = _checked(models, [prompt], params, config, (capacity, chunk))
+    check_unscored(rows, "score_top_tokens gives them")
     _check_capacity(capacity, len(ids[0]) + rows[0].max_new_tokens)
     sizes = (capacity, state.cache.layouts, state.cache.keys(0).dtype, chunk)
     processors = () if state.processing is None else state.processing.processors
@@ -266,7 +294,10 @@ def _row_shapes(drafter_state: Any) -> Any:
     return structure, [x.shape[1:] for x in leaves]
 
 
-@jax.jit(static_argnames=("config", "size", "selects"), donate_argnames=("cache", "drafter_state"))
+@jax.jit(
+    static_argnames=("config", "size", "selects", "prompt_logprobs"),
+    donate_argnames=("cache", "drafter_state"),
+)
 def prefill_chunk(
     models: Models | FlatModels,
     cache: Cache,
@@ -276,13 +307,17 @@ def prefill_chunk(
     config: StepConfig,
     size: int,
     selects: bool = False,
-) -> tuple[Cache, Any]:
+    prompt_logprobs: int | None = None,
+) -> tuple[Cache, Any, TokenScores | None]:
     """Append the ``size`` prompt tokens from position ``begin`` on, up to the cache's lengths.
 
     ``tokens`` int32 ``[B, S]``: the prompts, whose lengths are those of the cache, and stay.
     ``begin``: int32, of all rows or ``[B]``. ``selects``: whether a row's last query of this pass
     selects what a guided draft reads, as that of the prompt's last piece must. Cache and drafter's
     state are donated, and returned with the tokens.
+
+    ``prompt_logprobs``: how many of the likeliest tokens to score with each prompt token that
+    follows one of the ``size``. Returns these scores, arrays ``[B, size, ...]``, else None.
     """
 
     def piece(models: Models, cache: Cache, drafter_state: Any, tokens: Array, begin: Array):
@@ -297,7 +332,7 @@ def prefill_chunk(
         with config.of_target():
             if guided is None:
                 attend = DenseAttend(positions, policy=policy, policy_params=params)
-                _, cache = models.target(new, positions, attend, cache)
+                hidden, cache = models.target(new, positions, attend, cache)
             else:
                 context_len = jnp.maximum(after - (config.gamma + 1), 0)
                 hidden, cache, collected = run_prompt(
@@ -306,13 +341,25 @@ def prefill_chunk(
                     policy_params=params,
                 )
                 target_pass = {"target_pass": TargetPass(positions, hidden, collected)}
+            scores = None
+            if prompt_logprobs is not None:
+                next_index = jnp.minimum(index + 1, tokens.shape[1] - 1)
+                following = jnp.take_along_axis(tokens, next_index, axis=1)
+                axes = vocabulary_axes(models.target)
+                scores = scores_of_hidden(
+                    *(models.target, hidden, following, prompt_logprobs, axes)
+                )
         cache = with_pages(policy, params, cache, before, after, size)
-        return cache, config.draft.sync(models, drafter_state, tokens, after, size, **target_pass)
+        drafter_state = config.draft.sync(models, drafter_state, tokens, after, size, **target_pass)
+        return cache, drafter_state, scores
 
     models = Models.of(models)
     with config.of_models():
         args = (models, cache, drafter_state, tokens, begin)
-        return on_mesh_of(models.target, config, piece, *args, like=(cache, drafter_state))
+        like = None
+        if prompt_logprobs is not None:
+            like = Logprobs.empty((len(tokens), size), prompt_logprobs).model
+        return on_mesh_of(models.target, config, piece, *args, like=(cache, drafter_state, like))
 
 
 @jax.jit(static_argnames=("config", "batch", "capacity"))

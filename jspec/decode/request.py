@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.logprobs import Logprobs
+from jspec.decode.logprobs import Logprobs, TokenScores, joined_scores
 
 if TYPE_CHECKING:
     from jspec.decode.engine import Engine
@@ -54,6 +54,8 @@ class Request:
         self._version = 0  # of the weights that make its next tokens
         self._logprobs: list[Logprobs] = []  # of the tokens of each chunk
         self._new_logprobs: Logprobs | None = None  # of the tokens of the chunk that is read
+        # Of its prompt, as `Row` has them, until they are read; None before its prefill.
+        self._prompt_scores: Any = None
         self._offered: tuple[int, ...] = ()  # what the running callback was called with
         self.steps = 0
 
@@ -82,6 +84,24 @@ class Request:
         """Log-probabilities of the tokens so far, numpy arrays; None unless ``params`` ask."""
         count = self.params.logprobs
         return None if count is None else Logprobs.joined(self._logprobs, count)
+
+    @property
+    def prompt_logprobs(self) -> TokenScores | None:
+        """Log-probabilities of its prompt's tokens but the first, numpy arrays.
+
+        None before its prompt is prefilled, and unless ``params`` ask.
+        """
+        count = self.params.prompt_logprobs
+        if count is None or self._prompt_scores is None:
+            return None
+        if isinstance(self._prompt_scores, list):
+            self._prompt_scores = joined_scores(self._prompt_scores, 0, count)
+        return self._prompt_scores
+
+    @property
+    def _needs_prompt_scores(self) -> bool:
+        """Whether its prompt must be prefilled for its log-probabilities."""
+        return self.params.prompt_logprobs is not None and self._prompt_scores is None
 
     @property
     def _length(self) -> int:

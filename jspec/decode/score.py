@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
 from jspec.decode.checks import agreed_params, as_ids, check_exact, check_models, check_requests
 from jspec.decode.draft import NoDraft
-from jspec.decode.logprobs import Logprobs, TokenScores, token_scores
+from jspec.decode.logprobs import CHUNK, Logprobs, TokenScores, scores_of_hidden
 from jspec.decode.on_mesh import jit_steps, layouts_for, mesh_model, on_mesh_of
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.rows import padded
@@ -22,8 +21,6 @@ from jspec.dispatch import Backends
 from jspec.policies.dense import DenseAttend
 from jspec.sharding import place
 from jspec.typing import Array, Model
-
-CHUNK = 64  # tokens a row whose logits are in memory at once
 
 
 def score_tokens(
@@ -131,8 +128,9 @@ def _score_chunk(
         with config.of_target():
             attend = DenseAttend(positions)
             hidden, cache = model(tokens, positions, attend, cache)
-            logits = model.logits(hidden).astype(jnp.float32)
-        return cache, token_scores(logits, following, count, vocabulary_axes(model))
+            return cache, scores_of_hidden(
+                *(model, hidden, following, count, vocabulary_axes(model))
+            )
 
     like = cache, Logprobs.empty(tokens.shape, count).model
     arguments = (model, cache, tokens, positions, following)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
+from jspec.decode.logprobs import TokenScores
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import (
@@ -45,6 +47,8 @@ class Row:
         done: How many of its tokens the cache has.
         cache: The row's cache.
         drafter_state: The drafter's state after these tokens.
+        scores: Those of the prompt's tokens but the first by now, and how many each has; None where
+            no request asked.
     """
 
     prompt: np.ndarray
@@ -52,6 +56,7 @@ class Row:
     done: int
     cache: Any
     drafter_state: Any
+    scores: list[tuple[TokenScores, int]] | None = None
 
     @property
     def left(self) -> int:
@@ -82,6 +87,8 @@ class SlotPrefill:
         capacity: Positions of a slot.
         chunk: Most tokens of a pass or piece, padding included.
         programs: Runs the jitted functions.
+        prompt_logprobs: How many of the likeliest tokens are scored with each token of a prompt
+            whose request asks for log-probabilities; None where none does.
 
     Attributes:
         options: The same.
@@ -92,9 +99,16 @@ class SlotPrefill:
     current_row: Row
 
     def __init__(
-        self, options: ResolvedOptions, slots: int, capacity: int, chunk: int, programs: Timed
+        self,
+        options: ResolvedOptions,
+        slots: int,
+        capacity: int,
+        chunk: int,
+        programs: Timed,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self.options, self._programs = options, programs
+        self._prompt_logprobs = prompt_logprobs
         self._slots, self._capacity = slots, capacity
         self.chunk = min(chunk, capacity)
         self._sizes = pass_sizes(self.chunk)
@@ -152,9 +166,11 @@ class SlotPrefill:
         All rows of it must be free, and no prompt in prefill.
         """
         self.current_row = self._begun(np.zeros(1, np.int32), self.current_row.cache, None, 0)
-        for size in self._sizes:
-            for selects in {False, self.options.config.selects_in_prefill}:
-                self._pass(self.current_row, size, selects)
+        scores = [None] if self._prompt_logprobs is None else [None, []]
+        every_selects = {False, self.options.config.selects_in_prefill}
+        for size, selects, row_scores in itertools.product(self._sizes, every_selects, scores):
+            self.current_row.scores = row_scores
+            self._pass(self.current_row, size, selects)
         state = self.insert(state, 0, IDLE)
         if self._finds_prefixes:
             self.current_row.cache = self._placed("cache", self._copy_of(state, 0))
@@ -219,15 +235,20 @@ class SlotPrefill:
 
     # --- others, piece by piece -------------------------------------------------------------------
 
-    def begin(self, prompt: np.ndarray, state: DecodeState) -> int:
+    def begin(self, prompt: np.ndarray, state: DecodeState, *, scored: bool = False) -> int:
         """Begin to prefill ``prompt``, in place of any other, or go on where the row has it.
 
-        ``state``: the batch, whose slots may have its first tokens. Returns how many of its tokens
-        are not in the row yet, the last one included.
+        ``state``: the batch, whose slots may have its first tokens. ``scored``: whether all tokens
+        of the prompt are scored, and so prefilled, whatever rows have. Returns how many of its
+        tokens are not in the row yet, the last one included.
         """
         row, drafter_state = self.current_row, None
-        if np.array_equal(prompt, row.prompt):
+        if np.array_equal(prompt, row.prompt) and not (scored and row.scores is None):
             return len(prompt) - row.done
+        if scored:
+            self.current_row = self._begun(prompt, row.cache, None, 0)
+            self.current_row.scores = []
+            return len(prompt)
         prefix, slot, in_slot, in_row = self._longest(prompt), 0, 0, 0
         in_prefix = 0 if prefix is None else prefix.done
         if self._finds_prefixes:
@@ -268,6 +289,8 @@ class SlotPrefill:
         """``state``, which is donated, with ``request``, whose prompt the row has, in ``slot``."""
         row = self.current_row
         self.texts.fill([slot], [request])
+        if request._needs_prompt_scores:
+            request._prompt_scores = row.scores
         packed = self._packed(state, [slot], [request], row.cache, row.drafter_state)
         return insert_row(state, packed, slot, self._programs)
 
@@ -363,9 +386,13 @@ class SlotPrefill:
         ``selects``: as `prefill_chunk` takes it.
         """
         args = (self.options.flat, row.cache, row.drafter_state, row.tokens, np.int32(row.done))
-        row.cache, row.drafter_state = self._programs(
-            prefill_chunk, *args, config=self.options.config, size=size, selects=selects
+        static = {"config": self.options.config, "size": size, "selects": selects}
+        count = None if row.scores is None else self._prompt_logprobs
+        row.cache, row.drafter_state, scores = self._programs(
+            prefill_chunk, *args, **static, prompt_logprobs=count
         )
+        if row.scores is not None:
+            row.scores.append((scores, min(size, row.left)))
 
     def _placed(self, name: str, tree: Any) -> Any:
         return tree if self._sharding is None else place({name: tree}, self._sharding)[name]

@@ -53,7 +53,7 @@ def prefill_slots(
         is_leaf=lambda x: isinstance(x, Cache),
     )
     args = (models, cache, drafter_state, tokens, jnp.int32(0))
-    cache, drafter_state = prefill_chunk(
+    cache, drafter_state, _ = prefill_chunk(
         *args, config=config, size=size, selects=config.selects_in_prefill
     )
     cache, drafter_state = jax.tree.map(lambda x: x[index], (cache, drafter_state))

@@ -49,7 +49,7 @@ def traced(source: str, first, second, params: SamplingParams, **settings):
 
     def trace(function, models, cache, rows_state, *args, **static):
         jax.eval_shape(lambda *args: function(*args, **static), models, cache, rows_state, *args)
-        return cache, rows_state
+        return cache, rows_state, None
 
     texts = prompts((9, 1, 4), vocabulary=13)
     state = start_decoding(models, texts, params, config, run=trace, **settings)

@@ -1,5 +1,6 @@
 """Log-probabilities from verification passes, against passes without a cache."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jspec import helix
 from jspec.decode.logprobs import token_scores
 from jspec.decode.score import score_top_tokens
 from tests.decode.common import NGRAM, STREAMING, full_logits, prompts
+from tests.decode.engines import VEGAS
 from tests.decode.processed import processed
 from tests.helix.test_decoding import CONFIG
 from tests.ops.laws import filtered_law
@@ -127,6 +129,86 @@ def test_an_engine_refuses_more_than_it_was_made_for(tiny):
         jspec.Engine(tiny, slots=1, capacity=64, logprobs=42)
 
 
+def check_prompt(model, prompt, count, scores: jspec.TokenScores) -> None:
+    """``scores`` of a prompt's tokens are those that `score_top_tokens` gives."""
+    (expected,) = score_top_tokens(model, [prompt], count)
+    assert scores.top_tokens.shape == (len(prompt) - 1, count)
+    np.testing.assert_allclose(scores.logprobs, expected.logprobs, atol=3e-5)
+    np.testing.assert_array_equal(scores.top_tokens, expected.top_tokens)
+    np.testing.assert_allclose(scores.top_logprobs, expected.top_logprobs, atol=3e-5)
+
+
+@pytest.mark.parametrize("chunk", [4, 256])
+def test_tokens_of_prompts_are_scored_by_their_prefill(chunk, tiny):
+    """Also in pieces of logits, and for a draft that scores a prompt's last query."""
+    texts = prompts((150, 1, 9, 40))
+    counts = (2, 0, None, 3)
+    params = [jspec.SamplingParams(2, prompt_logprobs=count) for count in counts]
+    draft = STREAMING if chunk == 4 else VEGAS
+    got = jspec.generate(tiny, texts, params, draft=draft, gamma=2, prefill_chunk=chunk)
+    for text, count, scores in zip(texts, counts, got.prompt_logprobs, strict=True):
+        if count is None:
+            assert scores is None
+        else:
+            check_prompt(tiny, text, count, scores)
+    bare = jspec.generate(tiny, texts, jspec.SamplingParams(2), draft=draft, gamma=2)
+    assert bare.tokens == got.tokens
+    assert bare.prompt_logprobs == (None,) * 4
+
+
+def test_an_engine_prefills_prompts_that_are_scored_whole(tiny, other):
+    """After a shared prefix, and where a row has the prompt; in groups; nothing compiles."""
+    engine = jspec.Engine(
+        tiny, slots=2, capacity=256, draft=NGRAM, gamma=3, prefill_chunk=32, prompt_logprobs=2
+    )
+    engine.warm_up()
+    programs = engine.stats.compilations
+    long, short, one = prompts((100, 20, 1), vocabulary=41)
+    engine.share_prefix(long[:70])
+    asked, bare = jspec.SamplingParams(6, prompt_logprobs=1), jspec.SamplingParams(6)
+    requests = [engine.submit(text, bare) for text in (long, short)]
+    requests[0].result()
+    before = engine.stats.prompt_tokens
+    group = engine.submit_group(long, asked, n=3)
+    assert group[0].prompt_logprobs is None
+    others = [engine.submit(text, asked) for text in (short, one, long[:90])]
+    again = engine.submit(long, bare)
+    engine.run()
+    for request in group:
+        check_prompt(tiny, long, 1, request.prompt_logprobs)
+        assert request.tokens == requests[0].tokens
+    # The group's prompt once, the others whole, and the last from a row.
+    assert engine.stats.prompt_tokens - before <= 100 + 20 + 1 + 90 + 40
+    for request, text in zip(others, (short, one, long[:90]), strict=True):
+        check_prompt(tiny, text, 1, request.prompt_logprobs)
+    assert again.prompt_logprobs is None
+    assert again.tokens == requests[0].tokens
+    # Those of the weights that prefilled it, whatever prefills it again.
+    kept = engine.submit(long, jspec.SamplingParams(40, prompt_logprobs=2))
+    while not kept.tokens:
+        engine.step()
+    engine.update(other, on_update="recompute")
+    kept.result()
+    check_prompt(tiny, long, 2, kept.prompt_logprobs)
+    assert engine.stats.compilations == programs
+
+
+def test_prompts_are_not_scored_where_nobody_takes_it(tiny):
+    params = jspec.SamplingParams(4, prompt_logprobs=1)
+    engine = jspec.Engine(tiny, slots=1, capacity=64, draft=None)
+    with pytest.raises(ValueError, match="prompt_logprobs=1, and the engine was made with prompt"):
+        engine.submit([1, 2], params)
+    with pytest.raises(ValueError, match="prompt_logprobs=42 must be at most the 41 tokens"):
+        jspec.Engine(tiny, slots=1, capacity=64, prompt_logprobs=42)
+    with pytest.raises(ValueError, match=r"prompt_logprobs=1, .* start_decoding\(on_prompt"):
+        jspec.start_decoding(tiny, [[1, 2]], params)
+    state = jspec.start_decoding(tiny, [[1, 2]], jspec.SamplingParams(4))
+    with pytest.raises(ValueError, match="prompt_logprobs=1, .* score_top_tokens gives them"):
+        jspec.fill_slot(tiny, state, 0, [1], params)
+    with pytest.raises(ValueError, match="prefilled has no logits of prompts"):
+        jspec.generate(tiny, [[1, 2]], params, prefilled=state, draft=None)
+
+
 def test_steps_of_a_loop_record_them(tiny, texts):
     config, params = jspec.StepConfig(2, NGRAM), jspec.SamplingParams(8, logprobs=2)
     state = jspec.start_decoding(tiny, texts[:1], jspec.SamplingParams(8), config, capacity=64)
@@ -168,12 +250,12 @@ def test_a_law_of_one_token_has_no_nan(tiny):
 def test_shards_of_the_vocabulary_give_the_same():
     model = jspec.Decoder(CONFIG, rngs=nnx.Rngs(0))
     sharded = helix.shard(model, helix.HelixConfig(kvp=1, tpa=2, block=4))
-    texts, params = prompts((6, 3, 5), vocabulary=40), SOME
+    texts = prompts((6, 3, 5), vocabulary=40)
+    params = [dataclasses.replace(one, prompt_logprobs=1) for one in SOME]
     alone, got = (
         jspec.generate(x, texts, params, draft=STREAMING, gamma=2) for x in (model, sharded)
     )
     assert got.tokens == alone.tokens
-    for ours, theirs in zip(
-        jax.tree.leaves(got.logprobs), jax.tree.leaves(alone.logprobs), strict=True
-    ):
+    ours, theirs = (jax.tree.leaves((x.logprobs, x.prompt_logprobs)) for x in (got, alone))
+    for ours, theirs in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)

@@ -207,7 +207,7 @@ def test_a_config_may_keep_its_layers_in_a_list(tiny):
 
 def skip(function, models, cache, rows_state, *args, **static):
     """In the place of the prefill, whose program nothing here needs."""
-    return cache, rows_state
+    return cache, rows_state, None
 
 
 def test_the_context_takes_as_many_tokens_as_it_says(tiny):

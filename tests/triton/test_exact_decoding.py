@@ -216,16 +216,19 @@ def assert_scores_equal(model, texts, generation: jspec.Generation, count: int) 
     """The generation's log-probabilities have the bits of those of another pass."""
     whole = [[*text, *new] for text, new in zip(texts, generation.tokens, strict=True)]
     scores = jspec.score_top_tokens(model, whole, count, exact=True)
-    for text, score, got in zip(texts, scores, generation.logprobs, strict=True):
+    rows = zip(scores, generation.prompt_logprobs, generation.logprobs, strict=True)
+    for score, of_prompt, got in rows:
         assert got is not None
-        for ours, theirs in zip(jax.tree.leaves(got.model), jax.tree.leaves(score), strict=True):
-            np.testing.assert_array_equal(ours, theirs[len(text) - 1 :])
+        whole = jax.tree.map(lambda *parts: np.concatenate(parts), of_prompt, got.model)
+        for ours, theirs in zip(jax.tree.leaves(whole), jax.tree.leaves(score), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_log_probabilities_have_the_bits_of_scores_in_the_interpreter(interpreting):
     one = dataclasses.replace(SMALL, layers=SMALL.layers[:1])
     model, texts = make_decoder(one, seed=1, embedding=400.0, head=4.0), prompts((9,))
     params = SamplingParams(max_new_tokens=4, temperature=0.8, seed=1, logprobs=2)
+    params = dataclasses.replace(params, prompt_logprobs=2)
     got = jspec.generate(model, texts, params, draft=NGRAM, gamma=2, exact=True, steps_per_chunk=1)
     assert_scores_equal(model, texts, got, 2)
 
@@ -241,7 +244,7 @@ def test_log_probabilities_have_the_bits_of_scores_on_a_gpu(calls, bundled):
             SamplingParams(500, temperature=(i % 2) * 0.9, seed=i + 256 * call, ignore_eos=True)
             for i in range(256)
         ]
-        params = [dataclasses.replace(one, logprobs=3) for one in params]
+        params = [dataclasses.replace(one, logprobs=3, prompt_logprobs=3) for one in params]
         got = jspec.generate(bundled, texts, params, draft=NGRAM, gamma=4, exact=True)
         assert sum(map(len, got.tokens)) == 128_000
         assert_scores_equal(bundled, texts, got, 3)
