@@ -55,6 +55,7 @@ class Entry:
 VERIFY = {"B": 32, "alpha": 0.9}
 CACHE = {"cache": "bfloat16"}
 HEADS = {"heads": "32/8", "H": 128} | CACHE
+EIGHT_BITS = {"cache": "float8_e4m3fn"}
 CODES = {"B": 8, "R": 128, "T": 1}
 LONG_CODES = CODES | {"S": 32768}
 FAMILIES: dict[str, Sequence[Entry]] = {
@@ -108,6 +109,10 @@ FAMILIES: dict[str, Sequence[Entry]] = {
             + [{"B": 8, "S": 32768, "T": 1} | HEADS]
             + [{"B": 8, "S": 32768, "T": 12, "heads": "64/8", "H": 64} | CACHE]
             + [{"B": 96, "S": 7168, "T": 6, "heads": "9/3", "H": 64} | CACHE],
+        ),
+        Entry(
+            "attention",
+            [{"B": 4, "S": 131072, "T": t} | HEADS | EIGHT_BITS for t in (1, 10)],
         ),
         Entry("scored_attention", [{"B": 4, "S": 131072, "T": 10} | HEADS]),
         Entry(

@@ -28,12 +28,12 @@ def steps(runs: Sequence[Run]) -> str:
     by_case: dict[tuple[str, str], dict[str, str]] = {}
     for run in runs:
         for row in run.rows:
-            if row.get("operation") == "backend" and best_clock(row):
+            if row.get("operation") == "backend" and (best_clock(row) or row.get("memory")):
                 case = row["case"]
                 words = f"{case['model']}, B={case['B']}, S={kilo(case['S'])}"
                 words += f", {case['draft']}, {case['sampling']}"
-                cell = f"{ms(microseconds(row))} ms ({row['over_floor']:.2f})"
-                by_case.setdefault((run.card, words), {}).setdefault(row["name"], cell)
+                cells = by_case.setdefault((run.card, words), {})
+                cells.setdefault(row["name"], _step_cell(row))
                 _note(row["name"], row.get("backends", ()), notes)
             if row.get("operation") == "real" and row["checked"] and step_ms(row) is not None:
                 case = row["case"]
@@ -43,7 +43,9 @@ def steps(runs: Sequence[Run]) -> str:
                     cell = f"{step_ms(row):.2f} ms"
                     by_case.setdefault((run.card, words), {}).setdefault(case["backends"], cell)
     for (card, words), cells in by_case.items():
-        if set(cells) - {DEFAULT_BACKENDS}:
+        if set(cells) - {DEFAULT_BACKENDS} and not all(
+            x.startswith("needs") for x in cells.values()
+        ):
             columns = {x: cells.get(x, NOT_MEASURED) for x in (DEFAULT_BACKENDS, *COLUMNS)}
             lines.append(Line({"step": words, "card": card} | columns))
     if not lines:
@@ -52,6 +54,13 @@ def steps(runs: Sequence[Run]) -> str:
     return table(lines, 2) + (
         f"\nWhat ran in place of the preferred backend:\n\n{words}" if notes else ""
     )
+
+
+def _step_cell(row: Row) -> str:
+    """The time of a step, and over its floor in brackets; or the memory that it has not."""
+    if best_clock(row):
+        return f"{ms(microseconds(row))} ms ({row['over_floor']:.2f})"
+    return f"needs {row['memory']['peak_bytes'] / 1e9:.0f} GB"
 
 
 def _note(preferred: str, choices: Sequence[Row], notes: dict[str, dict[str, None]]) -> None:

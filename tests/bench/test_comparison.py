@@ -110,6 +110,12 @@ def test_steps_say_what_another_backend_ran():
     assert cells[2:] == ["8.00 ms (1.25)", "9.00 ms (1.25)", *["not measured"] * 3]
     assert "- pallas: `linear` by xla (it has no backend pallas)\n" in text
     assert "not measured" in whole.steps([run(step("default", 8), suite="decode")])
+    refused = {"operation": "backend", "case": rows[0]["case"], "name": "xla", "checked": None}
+    refused |= {"reason": "it needs 161.6 GB", "memory": {"peak_bytes": 161.6e9}}
+    (cells,) = lines(whole.steps([run(*rows, refused, suite="decode")]))
+    assert cells[-1] == "needs 162 GB"
+    # No line for a card that has room for none.
+    assert "not measured" in whole.steps([run(refused, suite="decode")])
 
 
 def test_sharded_attention_is_by_kernel_and_by_exchange():
