@@ -17,9 +17,14 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         "triton": ("triton/verify*.py", "triton/commit*.py"),
     },
     "packing": {
-        "pallas": ("pallas/pack.py", "pallas/fused.py"),
-        "cuda": ("cuda_ffi/pack.py", "cuda_ffi/fused.py", "cuda_ffi/src/pack/*"),
-        "triton": ("triton/pack*.py", "triton/fused*.py"),
+        "pallas": ("pallas/pack.py", "pallas/fused.py", "pallas/path.py"),
+        "cuda": (
+            "cuda_ffi/pack.py",
+            "cuda_ffi/fused.py",
+            "cuda_ffi/path.py",
+            "cuda_ffi/src/pack/*",
+        ),
+        "triton": ("triton/pack*.py", "triton/fused*.py", "triton/path*.py"),
     },
     "sampling": {
         "pallas": (
