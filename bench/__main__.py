@@ -226,13 +226,16 @@ def _tune(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 
     if len(asked.files) > 1 or asked.json is None:
         parser.error("tune needs --json, the table to write, and at most one folder of results")
+    if asked.files and (asked.case or asked.backend):
+        parser.error("--case and --backend are of the search of block sizes, without results")
     _check_writable(parser, "--json", [asked.json])
     try:
         if asked.files:
             tune.tune(asked.files[0], asked.json)
         else:
             every = [x for suite in SUITES.values() for x in suite.benchmarks]
-            tune.tune_blocks(asked.json, [x for x in every if isinstance(x, OperationBenchmark)])
+            benchmarks = [x for x in every if isinstance(x, OperationBenchmark)]
+            tune.tune_blocks(asked.json, benchmarks, asked.case, asked.backend)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except (KeyError, TypeError) as error:

@@ -1,8 +1,8 @@
 """`python -m bench tune --json FILE`: block sizes, searched on the GPU in use.
 
 Of each rule of a backend's block sizes, one number after the other is halved and doubled while the
-cases to which the rule applies become faster; flags are flipped. Cases are those of ``--quick``,
-and outputs are checked at each trial. Rules and their bounds stay as they are.
+cases to which the rule applies become faster; flags are flipped. Cases are those of ``--case``,
+else of ``--quick``, and outputs are checked at each trial. Rules and their bounds stay as they are.
 """
 
 from __future__ import annotations
@@ -45,24 +45,36 @@ class RecordingTable:
         return take
 
 
-def search(table: Table, benchmarks: Sequence[OperationBenchmark]) -> Table:
-    """The table with block sizes that are the fastest of those tried on this GPU."""
+def search(
+    table: Table,
+    cases: Sequence[tuple[OperationBenchmark, Sequence[Case]]],
+    only: Sequence[str] = (),
+) -> Table:
+    """The table with block sizes that are the fastest of those tried on this GPU.
+
+    Args:
+        table: to start from.
+        cases: of each operation whose block sizes are searched.
+        only: the backends to search, all where it is empty.
+    """
     blocks = {operation: dict(of) for operation, of in table.blocks.items()}
-    for benchmark in benchmarks:
+    for benchmark, of_operation in cases:
         for backend in blocks.get(benchmark.name, {}):
-            if backend in benchmark.operation.backends:
-                rules = _searched(table, benchmark, backend)
+            if backend in benchmark.operation.backends and (not only or backend in only):
+                rules = _searched(table, benchmark, of_operation, backend)
                 blocks[benchmark.name][backend] = rules
                 table = dataclasses.replace(table, blocks=blocks)
     return table
 
 
-def _searched(table: Table, benchmark: OperationBenchmark, backend: str) -> Rules:
-    """The rules of a backend, each with the fastest block sizes."""
+def _searched(
+    table: Table, benchmark: OperationBenchmark, cases: Sequence[Case], backend: str
+) -> Rules:
+    """The rules of a backend, each with the fastest block sizes at these cases."""
     rules, settings = list(table.blocks[benchmark.name][backend]), Settings(True, (backend,))
     by_rule: dict[int, list[tuple[OperationBenchmark, Case]]] = {}
     with bar(f"{benchmark.name}, {backend}", len(rules)) as advance:
-        for case in benchmark.grid(settings):
+        for case in cases:
             setup = benchmark.setup(case)  # once for all trials
             fixed = dataclasses.replace(benchmark, setup=lambda _, setup=setup: setup)
             trial = RecordingTable(table, benchmark.name, backend, rules)

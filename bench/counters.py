@@ -26,7 +26,7 @@ from bench import attention, hata, pack, point, select, verify
 from bench.cases import Case
 from bench.program import Absent, compile_all, shapes, sources
 from bench.settings import Settings
-from bench.suite import OperationBenchmark, Result, Suite
+from bench.suite import OperationBenchmark, Result, Suite, of_operation
 from jspec.dispatch import Operation
 
 # By the field of a row. 32 active threads: no lane of a warp waits for another one.
@@ -60,13 +60,7 @@ GPU = (
 
 def parsed(text: str) -> tuple[OperationBenchmark, Case]:
     """The benchmark of an operation and the case; raises `ValueError` if there is none."""
-    name = text.partition(",")[0]
-    for suite in SUITES:
-        for benchmark in suite.benchmarks:
-            if name == f"op={benchmark.name}" and isinstance(benchmark, OperationBenchmark):
-                return benchmark, benchmark.case(text.partition(",")[2])
-    names = [x.name for suite in SUITES for x in suite.benchmarks]
-    raise ValueError(f"{text!r} must begin with op= and one of {', '.join(names)}")
+    return of_operation(text, (x for suite in SUITES for x in suite.benchmarks))
 
 
 def run(settings: Settings) -> Result:

@@ -163,6 +163,20 @@ class OperationBenchmark(Benchmark):
         return rows
 
 
+def of_operation(text: str, benchmarks: Iterable[Benchmark]) -> tuple[OperationBenchmark, Case]:
+    """The benchmark of the operation that a case begins with, ``op=NAME,...``, and the case.
+
+    Raises:
+        ValueError: where none of ``benchmarks`` is of that operation, or the case is invalid.
+    """
+    by_name = {x.name: x for x in benchmarks if isinstance(x, OperationBenchmark)}
+    name, _, rest = text.partition(",")
+    benchmark = by_name.get(name.removeprefix("op="))
+    if benchmark is None or not name.startswith("op="):
+        raise ValueError(f"{text!r} must begin with op= and one of {', '.join(by_name)}")
+    return benchmark, benchmark.case(rest)
+
+
 def suite_of(name: str, title: str, *benchmarks: Benchmark) -> Suite:
     """A suite of these benchmarks; ``--case`` without ``op`` is of the first one."""
     by_name = {benchmark.name: benchmark for benchmark in benchmarks}

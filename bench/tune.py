@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import blocks, show
+from bench.cases import Case
 from bench.earlier import as_today
 from bench.point import best_clock, by_case, spread
-from bench.settings import console
-from bench.suite import OperationBenchmark
+from bench.settings import Settings, console
+from bench.suite import OperationBenchmark, of_operation
 from jspec import tuned
 from jspec.dispatch import Operation
 from jspec.gpu import gpu_in_use
@@ -82,22 +83,33 @@ def tune(folder: Path, path: Path) -> None:
     tuned.load(path)
 
 
-def tune_blocks(path: Path, benchmarks: Sequence[OperationBenchmark]) -> None:
+def tune_blocks(
+    path: Path,
+    benchmarks: Sequence[OperationBenchmark],
+    cases: Sequence[str] = (),
+    only: Sequence[str] = (),
+) -> None:
     """Search block sizes on the GPU in use, and write them into a table.
 
     Args:
         path: the table to write; where it does not exist, the search starts from the table in use.
-        benchmarks: of the operations to search.
+        benchmarks: of the operations to search, where no case is named.
+        cases: the ones to search at, such as ``op=linear,rows=96``, and no others.
+        only: the backends to search, all where it is empty.
 
     Raises:
-        ValueError: without an NVIDIA GPU.
+        ValueError: without an NVIDIA GPU, and for a case that is invalid.
     """
+    planned: dict[str, tuple[OperationBenchmark, list[Case]]] = {}
+    for benchmark, case in (of_operation(text, benchmarks) for text in cases):
+        planned.setdefault(benchmark.name, (benchmark, []))[1].append(case)
+    every = planned.values() or [(x, x.grid(Settings(True))) for x in benchmarks]
     gpu = gpu_in_use()
     if gpu is None:
         raise ValueError("block sizes are searched on an NVIDIA GPU, and JAX sees none")
     device, capability = gpu
     base = _base(path, device, "{}.{}".format(*capability))
-    path.write_text(text(blocks.search(base, benchmarks)))
+    path.write_text(text(blocks.search(base, list(every), only)))
     tuned.load(path)
 
 

@@ -11,7 +11,7 @@ import pytest
 from bench import blocks, tune
 from bench.__main__ import main
 from bench.suite import OperationBenchmark, Setup
-from bench.tune import Point, fit, points_of, refined, text
+from bench.tune import Point, fit, points_of, refined, text, tune_blocks
 from jspec import tuned
 from jspec.dispatch import Backend, Operation, always
 from jspec.ops.attention.dense import ATTENTION
@@ -253,9 +253,25 @@ def test_the_fastest_right_block_size_is_chosen(wrong, best, monkeypatch):
     monkeypatch.setattr("bench.point.wall", samples)
     rules = [Rule({"batch": 8}, {"tile": 16, "flag": False}), Rule({}, {"tile": 2, "flag": True})]
     base = dataclasses.replace(tuned.tables()["h100"], blocks={"hash_encode": {"one": rules}})
-    table = blocks.search(base, [bench])
+    table = blocks.search(base, [(bench, [bench.case("")])])
     assert table.block("hash_encode", "one", {"batch": 1}) == {"tile": best, "flag": False}
     assert table.blocks["hash_encode"]["one"][1] == rules[1]
+    assert blocks.search(base, [(bench, [bench.case("")])], ["two"]) == base
+
+
+def test_block_sizes_are_searched_at_the_cases_that_are_named(monkeypatch, tmp_path):
+    """A larger batch reaches the second rule, and the first one stays."""
+    bench, samples = toy_benchmark(lambda tile: 1000 + 100 * abs(tile - 64))
+    monkeypatch.setattr("bench.point.wall", samples)
+    monkeypatch.setattr("bench.tune.gpu_in_use", lambda: ("NVIDIA H100 80GB HBM3", (9, 0)))
+    rules = [Rule({"batch": 8}, {"tile": 16}), Rule({}, {"tile": 32})]
+    path = tmp_path / "h100.json"
+    table = dataclasses.replace(tuned.tables()["h100"], blocks={"hash_encode": {"one": rules}})
+    path.write_text(text(table))
+    tune_blocks(path, [bench], ["op=hash_encode,B=9"])
+    assert tuned.load(path).blocks["hash_encode"]["one"] == (rules[0], Rule({}, {"tile": 64}))
+    with pytest.raises(ValueError, match="'op=nothing,B=9' must begin with op= and one of hash_"):
+        tune_blocks(path, [bench], ["op=nothing,B=9"])
 
 
 def test_block_sizes_are_searched_on_a_gpu_alone(tmp_path, capsys):
