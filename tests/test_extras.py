@@ -1,9 +1,11 @@
 """Hints that install packages: a command that pip takes as it is printed."""
 
+import importlib
 import re
 import shlex
 import tomllib
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,9 @@ def test_sources_that_pip_does_not_know_are_installed_where_they_are(monkeypatch
 
     monkeypatch.setattr(extras, "requires", unknown)
     assert extras.install("cuda13") == "pip install -e '.[cuda13]' in jspec's folder"
+
+
+@pytest.mark.skipif(find_spec("tunix") is not None, reason="Tunix is installed")
+def test_an_import_without_tunix_says_what_it_needs():
+    with pytest.raises(ImportError, match=r"needs Tunix \(No module named 'tunix'\); pip install"):
+        importlib.import_module("jspec.tunix")

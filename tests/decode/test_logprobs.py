@@ -203,7 +203,7 @@ def test_prompts_are_not_scored_where_nobody_takes_it(tiny):
     with pytest.raises(ValueError, match=r"prompt_logprobs=1, .* start_decoding\(on_prompt"):
         jspec.start_decoding(tiny, [[1, 2]], params)
     state = jspec.start_decoding(tiny, [[1, 2]], jspec.SamplingParams(4))
-    with pytest.raises(ValueError, match="prompt_logprobs=1, .* score_top_tokens gives them"):
+    with pytest.raises(ValueError, match=r"prompt_logprobs=1, .* score_top_tokens gives them"):
         jspec.fill_slot(tiny, state, 0, [1], params)
     with pytest.raises(ValueError, match="prefilled has no logits of prompts"):
         jspec.generate(tiny, [[1, 2]], params, prefilled=state, draft=None)
@@ -256,6 +256,6 @@ def test_shards_of_the_vocabulary_give_the_same():
         jspec.generate(x, texts, params, draft=STREAMING, gamma=2) for x in (model, sharded)
     )
     assert got.tokens == alone.tokens
-    ours, theirs = (jax.tree.leaves((x.logprobs, x.prompt_logprobs)) for x in (got, alone))
-    for ours, theirs in zip(ours, theirs, strict=True):
+    leaves = (jax.tree.leaves((x.logprobs, x.prompt_logprobs)) for x in (got, alone))
+    for ours, theirs in zip(*leaves, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
