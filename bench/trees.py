@@ -30,6 +30,7 @@ from bench.real import texts as real_texts
 from bench.settings import Settings, bar
 from bench.suite import Benchmark
 from jspec.cache import Cache
+from jspec.decode.draft.lookup import agreement, continuations
 from jspec.decode.prefill import start_decoding
 from jspec.decode.state import Models
 from jspec.policies import Dense, Policy, Streaming
@@ -119,9 +120,31 @@ def likeliest_tree(text: Tokens, nodes: int) -> Draft:
     return frozenset(draft[1:])
 
 
+BRANCHES = 16  # of `jspec.NgramDraft`
+
+
+def ngram_tree(text: Tokens, nodes: int) -> Draft:
+    """The draft of ``jspec.NgramDraft(min_match=1, branches=BRANCHES)``."""
+    padded = np.full((1, 1 << len(text).bit_length()), -1, np.int32)
+    padded[0, : len(text)] = text
+    drafted = jax.device_get(_ngram_tree(padded, np.array([len(text)], np.int32), nodes))
+    paths: list[tuple[int, ...]] = [()]
+    for index in range(drafted.lengths[0]):
+        parent = paths[drafted.parents[0, index]]
+        paths.append((*parent, int(drafted.tokens[0, index])))
+    return frozenset(paths[1:])
+
+
+@functools.partial(jax.jit, static_argnames="nodes")
+def _ngram_tree(text: jax.Array, ends: jax.Array, nodes: int) -> jspec.Drafted:
+    agreed = agreement(text, jnp.zeros_like(ends), ends, LONGEST)
+    return continuations(text, ends, agreed, nodes, BRANCHES)
+
+
 LOOKUPS: dict[str, Callable[[Tokens, int], Draft]] = {
     "ngram": functools.partial(latest_match, limit=LONGEST, factor=np.inf),
     "ngram-1": functools.partial(latest_match, limit=LONGEST, factor=np.inf, least=1),
+    "ngram-tree": ngram_tree,
     "suffix": functools.partial(latest_match, limit=2**31, factor=FACTOR),
     "counts": likeliest_chain,
     "counts-tree": likeliest_tree,

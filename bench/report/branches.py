@@ -17,6 +17,7 @@ BEGIN = "<!-- table: python -m bench.report.branches -->\n"
 DRAFTERS = {
     "ngram": "`NgramDraft`, one path",
     "ngram-1": "`NgramDraft(min_match=1)`, one path",
+    "ngram-tree": "`NgramDraft(min_match=1, branches=16)`, tree",
     "suffix": "`SuffixDraft`, one path",
     "every-match-3": "every match of 3 tokens, any number of branches",
     "counts": "counts after matches of 1 to 16 tokens, one path",

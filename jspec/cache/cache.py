@@ -23,6 +23,7 @@ from jspec.config import LayerSpec
 from jspec.host import in_host, place_in_host
 from jspec.ops.cached import as_cached
 from jspec.ops.host_rows import DeviceRows
+from jspec.ops.path import pack_path
 from jspec.sharding import Placing, placed
 from jspec.typing import Array
 
@@ -291,6 +292,22 @@ class Cache:
             for layer_pages, layout in zip(self.pages, layouts, strict=True)
         )
         return dataclasses.replace(self, columns=columns, layouts=layouts, pages=pages)
+
+    def moved(self, sources: Array, targets: Array, counts: Array) -> Cache:
+        """The same with the first ``counts [B]`` of ``sources`` at the positions ``targets``.
+
+        Both int32 ``[B, n]``, ascending in a row, and no target is after its source: as
+        `jspec.ops.pack_path` takes their slots.
+        """
+        columns = list(self.columns)
+        for layout in dict.fromkeys(self.layouts):
+            layers = [i for i, other in enumerate(self.layouts) if other == layout]
+            names = [(i, name) for i in layers for name in columns[i]]
+            arrays = [columns[i][name] for i, name in names]
+            slots = layout.slots(sources), layout.slots(targets)
+            for (i, name), x in zip(names, pack_path(arrays, *slots, counts), strict=True):
+                columns[i] = columns[i] | {name: x}
+        return dataclasses.replace(self, columns=tuple(columns))
 
     def keys(self, layer: int) -> Array:
         """Keys of a layer, ``[B, S, K, key size]``."""

@@ -18,9 +18,11 @@ from jspec.decode.logprobs import Logprobs, verified_logprobs
 from jspec.decode.on_mesh import jit_steps, mesh_model, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
+from jspec.decode.trees import check_tree, logits_of_path, pack
 from jspec.ops.commit import Rows, commit, verify_and_commit
 from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.stochastic import verify_stochastic
+from jspec.ops.tree import Tree, ancestors_of, depths_of, verify_tree
 from jspec.ops.verify import Verified, verify_greedy
 from jspec.ops.vocabulary import Axes
 from jspec.policies.attend import run_selected
@@ -136,6 +138,9 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
         return _without_processor_states(state), record
     drafted, state = draft(models, state, config)
     drafted = within_limits(drafted, state, config.gamma)
+    if state.processing is not None:
+        # What processors do depends on the tokens before a node, which they take one by one.
+        drafted = drafted.first_path
     if _may_branch(config, models):
         return _narrowest_step(config, models, state, drafted)
     return _verified_step(config, models, state, drafted)
@@ -200,12 +205,15 @@ def _verified_step(
     of_model = logits
     if state.processing is not None:
         logits = state.processing.process(logits, drafted.tokens, axes)
-    verified, state, record = verify(state, drafted, logits, config, axes)
+    verified, path, state, record = verify(state, drafted, logits, config, axes)
     if state.logprobs is not None:
-        logprobs = verified_logprobs(state, of_model, logits, record.tokens, axes)
+        of_tokens = logits_of_path(of_model, path), logits_of_path(logits, path)
+        logprobs = verified_logprobs(state, *of_tokens, record.tokens, axes)
         record = dataclasses.replace(record, logprobs=logprobs)
     if state.processing is not None:
         state = dataclasses.replace(state, processing=state.processing.extended(record.tokens))
+    if path is not None:
+        state = dataclasses.replace(state, cache=pack(state.cache, before, path, record))
     after, max_new = state.cache.lengths, config.gamma + 1
     cache = with_pages(config.cache_policy, models.policy, state.cache, before, after, max_new)
     state = dataclasses.replace(state, cache=cache)
@@ -237,6 +245,8 @@ def check_drafted(
         x = getattr(drafted, field)
         if x.shape != shape or x.dtype != jnp.int32:
             raise TypeError(f"{name} returned {field} {x.dtype} {x.shape}; must be int32 {shape}")
+    if drafted.parents is not None:
+        check_tree(config, state, drafted)
     return result
 
 
@@ -250,6 +260,10 @@ def run_target(
     counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
     context_len = state.cache.lengths
     positions = jnp.where(counts, context_len[:, None] + index, -1)
+    tree, text_positions = None, positions
+    if drafted.parents is not None:
+        tree = Tree.of(drafted.parents, context_len, counts)
+        text_positions = tree.positions
     settings = {"policy": config.cache_policy, "policy_params": models.policy}
     collected, collect_policy = None, config.draft.collect_policy
     with config.of_target():
@@ -264,11 +278,11 @@ def run_target(
                 policy_params=models.policy,
             )
         else:
-            attend = DenseAttend(positions, **settings)
-            hidden, cache = models.target(tokens, positions, attend, state.cache)
+            attend = DenseAttend(positions, tree=tree, **settings)
+            hidden, cache = models.target(tokens, text_positions, attend, state.cache)
         logits = models.target.logits(hidden)
     state = dataclasses.replace(state, cache=cache)
-    return logits, state, TargetPass(positions, hidden, collected)
+    return logits, state, TargetPass(text_positions, hidden, collected)
 
 
 def verify(
@@ -277,14 +291,25 @@ def verify(
     logits: Array,
     config: StepConfig,
     axis_name: Axes | None = None,
-) -> tuple[Verified, DecodeState, StepRecord]:
+) -> tuple[Verified, Array | None, DecodeState, StepRecord]:
     """Verify the draft by the target's ``logits``, and commit tokens to each row that is not done.
 
     A shorter length rolls back the rejected tokens. ``axis_name`` as in `jspec.ops.sample.sample`.
+    The second result is the path of `jspec.ops.verify_tree`, None for a draft that is no tree.
     """
     rows = Rows(state.tokens, state.cache.lengths, state.done)
     in_one = axis_name is None and "verify_greedy" not in config.backends
-    if state.mode == "greedy" and in_one:
+    path, lengths = None, drafted.lengths
+    if drafted.parents is not None:
+        depths = depths_of(ancestors_of(drafted.parents))
+        target_tokens = _target_tokens(state, logits, axis_name, depths)
+        arguments = (drafted.tokens, target_tokens, drafted.parents, lengths, state.stop_tokens)
+        verified, path = verify_tree(*arguments)
+        committed, rows = commit(verified, state.limits, rows)
+        # What counts as drafted is what could be accepted: the depth of the tree.
+        is_node = jnp.arange(config.gamma, dtype=jnp.int32)[None] < lengths[:, None]
+        lengths = jnp.where(is_node, depths[:, 1:], 0).max(axis=1)
+    elif state.mode == "greedy" and in_one:
         verified, committed, rows = verify_and_commit(
             drafted.tokens,
             logits,
@@ -301,8 +326,8 @@ def verify(
     # Counted here, not by the operation: a record that XLA need not compute would be copied on a
     # stream of its own, for which a GPU waits 20 us a step (H200).
     cut = verified.committed <= verified.accepted
-    counted = jnp.where(cut, verified.accepted, drafted.lengths)
-    return verified, state, StepRecord.of(counted, rows.done, committed)
+    counted = jnp.where(cut, verified.accepted, lengths)
+    return verified, path, state, StepRecord.of(counted, rows.done, committed)
 
 
 def _verified(
@@ -316,7 +341,9 @@ def _verified(
         is_named = "verify_greedy" in config.backends
         return verify_greedy(
             drafted.tokens,
-            _target_tokens(state, logits, axis_name),
+            _target_tokens(
+                state, logits, axis_name, jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
+            ),
             drafted.lengths,
             state.stop_tokens,
             # Without a draft there is nothing to verify, and some kernels refuse that.
@@ -339,19 +366,21 @@ def _verified(
     )
 
 
-def _target_tokens(state: DecodeState, logits: Array, axis_name: Axes | None) -> Array:
-    """The token that plain decoding takes at each position, int32 ``[B, gamma + 1]``.
+def _target_tokens(
+    state: DecodeState, logits: Array, axis_name: Axes | None, depths: Array
+) -> Array:
+    """The token that plain decoding takes after each token, int32 ``[B, gamma + 1]``.
 
+    ``depths [B or 1, gamma + 1]``: how many tokens it is after the last known one.
     Sampled rows draw it with the random number that plain decoding has there: a one-hot draft token
     that equals it is accepted with the target's probability (docs/sampling.md, *One-hot drafts*).
     """
     if state.mode == "greedy":
         return greedy(logits, axis_name)
-    index = jnp.arange(logits.shape[1], dtype=jnp.int32)[None]
     return sample(
         logits,
         state.sampling,
-        state.lengths[:, None] + index,
+        state.lengths[:, None] + depths,
         Role.BONUS,
         filtered=state.mode == "filtered",
         axis_name=axis_name,

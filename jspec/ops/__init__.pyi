@@ -5,6 +5,7 @@ from .attention.gathered import gathered_attention as gathered_attention
 from .attention.hashed import hash_attention as hash_attention
 from .attention.merge import merge_attention as merge_attention
 from .attention.scored import scored_attention as scored_attention
+from .attention.tree import tree_attention as tree_attention
 from .attention.weights import mean_weights as mean_weights
 from .collisions import bucket_codes as bucket_codes
 from .collisions import collision_scores as collision_scores
@@ -29,5 +30,7 @@ from .registry import operations as operations
 from .sample import Sampling as Sampling
 from .selection import select as select
 from .stochastic import verify_stochastic as verify_stochastic
+from .tree import Tree as Tree
+from .tree import verify_tree as verify_tree
 from .verify import Verified as Verified
 from .verify import verify_greedy as verify_greedy

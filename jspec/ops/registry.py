@@ -10,6 +10,7 @@ from jspec.dispatch import Operation
 _HOMES = (
     "jspec.ops.attention.dense:ATTENTION",
     "jspec.ops.attention.scored:SCORED",
+    "jspec.ops.attention.tree:TREE_ATTENTION",
     "jspec.ops.attention.weights:WEIGHTS",
     "jspec.ops.attention.gathered:GATHERED",
     "jspec.ops.append:APPEND",
@@ -30,6 +31,7 @@ _HOMES = (
     "jspec.ops.route:ROUTE",
     "jspec.ops.grouped:GROUPED",
     "jspec.ops.verify:VERIFY_GREEDY",
+    "jspec.ops.tree:VERIFY_TREE",
     "jspec.ops.acceptance_scan:ACCEPTANCE_SCAN",
     "jspec.ops.stochastic:VERIFY_STOCHASTIC",
     "jspec.ops.sample:SAMPLE",
@@ -49,5 +51,4 @@ def operations() -> tuple[Operation, ...]:
 
 def step_operations() -> list[Operation]:
     """Operations of a step, those that a model or a policy calls by itself included."""
-    others = ("acceptance_scan", "pack", "verify_and_pack", "pack_path")
-    return [x for x in operations() if x.name not in others]
+    return [x for x in operations() if x.name not in ("acceptance_scan", "pack", "verify_and_pack")]

@@ -11,10 +11,11 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.ops.append import QKRope
+from jspec.ops.tree import Tree
 from jspec.policies.append import append_tokens
 from jspec.policies.offload import attend_on_device, is_offloaded
 from jspec.policies.policy import Policy
-from jspec.policies.read import joined_columns, read_at, read_whole
+from jspec.policies.read import joined_columns, read_at, read_tree, read_whole
 from jspec.policies.selection import NewTokens, Selection
 from jspec.typing import Array, Attend
 
@@ -46,12 +47,15 @@ class DenseAttend(Attend):
 
     Attributes:
         positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
+        tree: The tree that the new tokens are, whose node i is written at position ``positions[:,
+            0] + i``; None where each comes after the one before it.
         policy: The policy whose columns are appended with keys and values.
         policy_params: What `jspec.policies.prepare_params` made for it.
     """
 
     positions: Array
     _: dataclasses.KW_ONLY
+    tree: Tree | None = None
     policy: Policy = DENSE
     policy_params: Any = None
 
@@ -89,6 +93,8 @@ class DenseAttend(Attend):
             overwrites = positions.shape[1] > layout.capacity - spec.window
         tokens = tokens.rotated() if overwrites else tokens
         q, cache = append_tokens(cache, layer, tokens, self.policy, self.policy_params)
+        if self.tree is not None:
+            return read_tree(cache, layer, q, self.tree, positions, sinks, up), cache
         if not overwrites:
             return read_whole(cache, layer, q, positions, sinks, up), cache
         # Such a pass overwrites what its first queries read: they read the columns of before.

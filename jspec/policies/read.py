@@ -15,6 +15,8 @@ from jspec.config import LayerSpec
 from jspec.ops.append import rotate
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.gathered import filled, gathered_attention
+from jspec.ops.attention.tree import tree_attention
+from jspec.ops.tree import Tree
 from jspec.policies.selection import Selection
 from jspec.typing import Array
 
@@ -46,6 +48,34 @@ def read_whole(
     """Attention over all positions of a layer, the new tokens at ``positions`` included."""
     positions, where = in_slots(cache, layer, positions)
     return read_at(cache, layer, q, cache.columns[layer], positions, where, sinks, up)
+
+
+def read_tree(
+    cache: Cache,
+    layer: int,
+    q: Array,
+    tree: Tree,
+    positions: Array,
+    sinks: Array | None,
+    up: Array | None,
+) -> Array:
+    """Attention of a tree's nodes over a layer, which has the nodes at ``positions [B, T]``.
+
+    Not for rows that several devices share.
+    """
+    spec, layout, columns = cache.specs[layer], cache.layouts[layer], cache.columns[layer]
+    positions, key_positions = in_slots(cache, layer, positions)
+    out, lse = tree_attention(
+        q,
+        columns["keys"],
+        columns.get("values"),
+        tree,
+        layout.slots(positions),
+        key_positions=key_positions,
+        window=spec.window,
+        **settings_of(spec),
+    )
+    return finished(out, lse, sinks, up)
 
 
 def read_at(

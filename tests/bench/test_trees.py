@@ -44,6 +44,18 @@ def test_chains_are_those_of_the_drafters(name):
     assert long > trees.LONGEST or name != "suffix"
 
 
+@pytest.mark.parametrize("length", [1, 2, 31, 60])
+def test_the_tree_of_the_drafter_is_of_what_followed_earlier_tokens(length):
+    text = random_text(7, length)
+    draft = trees.ngram_tree(text, 8)
+    earlier = (text[:-1] == text[-1]).nonzero()[0]
+    assert len(draft) == (8 if len(earlier) else 0)
+    assert all(path[:-1] in draft | {()} for path in draft)
+    followers = [np.resize(text[at + 1 :], 8).tolist() for at in earlier]
+    assert all(list(path) in [x[: len(path)] for x in followers] for path in draft)
+    assert {path for path in trees.LOOKUPS["ngram-1"](text, 2) if len(path) == 1} <= draft
+
+
 def test_shares_are_those_of_contexts_from_the_longest_down():
     # After 0 1 0, 2 followed once; after 0, 1 twice and 2 once.
     shares = trees.next_tokens(np.array([0, 1, 0, 2, 0, 1, 0]))

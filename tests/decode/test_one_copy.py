@@ -8,7 +8,7 @@ import pytest
 
 from jspec.cache.layout import layouts_of
 from jspec.config import ModelConfig, SamplingParams
-from jspec.decode.draft import Chain, Drafter, GuidedDraft, NoDraft, SuffixDraft
+from jspec.decode.draft import Chain, Drafter, GuidedDraft, NgramDraft, NoDraft, SuffixDraft
 from jspec.decode.prefill import prefill_chunk, start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
@@ -100,6 +100,15 @@ def test_no_program_holds_a_second_cache(model, backend, batch, program):
     assert memory is not None
     cache = batch * SLOTS * LAYERS * 2 * 2 * 128 * jnp.dtype(DTYPE).itemsize
     # What is given back lies where it was taken from.
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < SHARE * cache
+
+
+def test_trees_are_packed_in_place(model):
+    memory = lowered("chunk", model, 4, Backends(), NgramDraft(branches=8)).compile()
+    memory = memory.memory_analysis()
+    assert memory is not None
+    cache = 4 * SLOTS * LAYERS * 2 * 2 * 128 * jnp.dtype(DTYPE).itemsize
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < SHARE * cache
 

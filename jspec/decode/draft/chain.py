@@ -193,7 +193,7 @@ class Chain(Drafter):
         """
         inner = min(self.inner, gamma)
         drafted, state = self.first.draft(models, state, inner)
-        drafted = within_limits(drafted, state, inner)
+        drafted = within_limits(drafted.first_path, state, inner)
         tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
         index = jnp.arange(inner + 1, dtype=jnp.int32)[None]
         counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]

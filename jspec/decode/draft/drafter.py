@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.decode.state import DecodeState, Models
-from jspec.ops.verify import Verified
+from jspec.ops.verify import Verified, leading
 from jspec.policies import Dense, Guided, Policy
 from jspec.typing import Array
 
@@ -56,11 +56,24 @@ class Drafted:
         lengths: int32 ``[B]``: how many of them count; the step cuts this at the row's limits.
         logits: float32 ``[B, gamma, V]`` that the tokens were drawn from; None for a draft without
             probabilities.
+        parents: int32 ``[B, gamma]``: which draft token each one comes after, counted from 1, of
+            those before it; 0 for the last known token. None where each comes after the one before
+            it. For drafts without ``logits`` and of at most 31 tokens.
     """
 
     tokens: Array
     lengths: Array
     logits: Array | None = None
+    parents: Array | None = None
+
+    @property
+    def first_path(self) -> Drafted:
+        """The draft up to the first token that does not come after the one before it."""
+        if self.parents is None:
+            return self
+        index = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None]
+        lengths = leading(self.parents == index, self.lengths)
+        return dataclasses.replace(self, lengths=lengths, parents=None)
 
     @classmethod
     def empty(cls, batch: int, gamma: int) -> Drafted:

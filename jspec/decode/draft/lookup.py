@@ -18,6 +18,7 @@ from jspec.ops.verify import Verified
 from jspec.typing import Array
 
 COMPARED = 32  # tokens up to which matches in other rows are compared
+DECAY = 0.7  # of the weight of a branch, per token
 GROUP = 16  # tokens that are added to the index at a time, so that long prompts cost few passes
 
 
@@ -26,12 +27,14 @@ class NgramDraft(Drafter):
     """What followed the latest, longest earlier match of the last tokens.
 
     A match of fewer than ``min_match`` tokens drafts nothing; ``max_match`` bounds the comparison.
-    """
 
-    traits = DrafterTraits(default_gamma=8, one_hot=True, runs_on_mesh=True)
+    With several ``branches`` a draft is a tree of what followed so many of the longest matches, and
+    gamma, at most 31, bounds its tokens: this is experimental, and not for meshes.
+    """
 
     min_match: int = 3
     max_match: int = 16
+    branches: int = 1
 
     def __post_init__(self) -> None:
         shortest, longest_match = map(whole_number, (self.min_match, self.max_match))
@@ -40,10 +43,18 @@ class NgramDraft(Drafter):
                 f"min_match={shown(self.min_match)} must be a whole number in "
                 f"[1, max_match={shown(self.max_match)}]"
             )
+        positive("branches", self.branches)
+
+    @property
+    def traits(self) -> DrafterTraits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return DrafterTraits(default_gamma=8, one_hot=True, runs_on_mesh=self.branches == 1)
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         tokens, lengths = state.tokens, state.lengths
         agreed = agreement(tokens, jnp.zeros_like(lengths), lengths, self.max_match)
+        if self.branches > 1:
+            agreed = jnp.where(agreed >= self.min_match, agreed, 0)
+            return continuations(tokens, lengths, agreed, gamma, self.branches), state
         draft_tokens, longest = continuation(tokens, lengths, agreed, gamma)
         count = jnp.where(longest >= self.min_match, gamma, 0).astype(jnp.int32)
         return Drafted(draft_tokens, count), state
@@ -84,6 +95,47 @@ def continuation(text: Array, ends: Array, agreed: Array, gamma: int) -> tuple[A
     period = jnp.maximum(ends - 1 - end, 1)[:, None]
     index = end[:, None] + 1 + jnp.arange(gamma, dtype=jnp.int32)[None] % period
     return jnp.take_along_axis(text, index, axis=1), agreed.max(axis=1)
+
+
+def continuations(text: Array, ends: Array, agreed: Array, gamma: int, branches: int) -> Drafted:
+    """A tree of what followed the ``branches`` longest earlier matches, the latest of equals.
+
+    Of all continuations it has the gamma likeliest beginnings: matches count twice as much with
+    each token that they are longer, and less with each token that follows. What followed the
+    longest match comes first. Arguments as `continuation` takes them.
+    """
+    batch, capacity = text.shape
+    row = jnp.arange(batch)[:, None]
+    matched, back = lax.top_k(jnp.flip(agreed, axis=1), min(branches, capacity))
+    end = capacity - 1 - back.astype(jnp.int32)
+    period = jnp.maximum(ends[:, None] - 1 - end, 1)
+    depth = jnp.arange(gamma, dtype=jnp.int32)[None, None]
+    tokens = text[row[..., None], end[..., None] + 1 + depth % period[..., None]]
+    # Two continuations have a node in common where they are the same up to there. [B, m, m, gamma]
+    is_match = (matched > 0)[:, None, :, None]
+    is_same = (tokens[:, :, None] == tokens[:, None]) & is_match
+    is_same = jnp.cumprod(is_same.astype(jnp.int32), axis=3) == 1
+    weight = jnp.exp2(jnp.maximum(matched - matched[:, :1], -64).astype(jnp.float32))
+    weights = jnp.where(is_same, weight[:, None, :, None], 0).sum(axis=2)
+    weights = weights * DECAY ** depth.astype(jnp.float32)
+    # A node belongs to the first continuation that has it. [B, m, gamma]
+    owner = jnp.argmax(is_same, axis=2).astype(jnp.int32)
+    is_node = (owner == jnp.arange(matched.shape[1])[None, :, None]) & (matched > 0)[..., None]
+    weights = jnp.where(is_node, weights, 0).reshape(batch, -1)
+    heaviest, chosen = lax.top_k(weights, gamma)
+    lengths = (heaviest > 0).sum(axis=1, dtype=jnp.int32)
+    # In order of continuations and depths, in which a node comes after its parent.
+    chosen = jnp.sort(jnp.where(heaviest > 0, chosen.astype(jnp.int32), weights.shape[1]), axis=1)
+    number = jnp.zeros((batch, weights.shape[1]), jnp.int32)
+    number = number.at[row, chosen].set(1 + depth[0], mode="drop").reshape(owner.shape)
+    # A parent has more weight than its children: it was chosen where they were.
+    parents = jnp.take_along_axis(number, owner, axis=1)
+    parents = jnp.pad(parents, ((0, 0), (0, 0), (1, 0)))[..., :-1]
+    tokens, parents = (
+        jnp.take_along_axis(x.reshape(batch, -1), chosen, axis=1, mode="clip")
+        for x in (tokens, parents)
+    )
+    return Drafted(tokens, lengths, parents=parents)
 
 
 @jax.tree_util.register_dataclass
