@@ -1,6 +1,7 @@
 """What `pip install` brings: the packages that are imported, and the files that are read."""
 
 import ast
+import itertools
 import re
 import sys
 import tomllib
@@ -14,6 +15,7 @@ IMPORTED_AS = {
     "lazy-loader": "lazy_loader",
     "orbax-checkpoint": "orbax",
     "jax-triton": "jax_triton",
+    "google-tunix": "tunix",
 }
 
 
@@ -46,7 +48,8 @@ def imported(folder: Path) -> set[str]:
 def test_every_dependency_is_imported_and_every_import_is_a_dependency(project):
     needed = names(project["project"]["dependencies"])
     extras = project["project"]["optional-dependencies"]
-    optional = names([*extras["cuda13"], *extras["bench"], *extras["eval"]]) | {"triton"}
+    named = (extras[name] for name in ("cuda13", "bench", "eval", "tunix"))
+    optional = names([*itertools.chain(*named)]) | {"triton"}
     imports = imported(ROOT / "jspec")
     assert needed <= imports
     assert imports <= needed | optional
