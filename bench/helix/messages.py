@@ -1,6 +1,6 @@
 """Collectives between the devices of one host, by the bytes that each device gives.
 
-XLA's, and jspec's one-sided all-to-alls where pieces are not too large for them.
+XLA's, and jspec's one-sided ones where a message to one peer is not too large for them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from bench.settings import Settings
 from bench.suite import Benchmark
 from jspec.helix import HelixConfig
 from jspec.helix.mesh import KVP
-from jspec.ops.all_to_all import By, all_to_all, takes
+from jspec.ops.all_to_all import By, all_reduce, all_to_all, takes
 from jspec.typing import Array
 
 DEFAULT: Case = {"P": 2, "bytes": 32768}
 ONE_SIDED: dict[str, By] = {"all_to_all, pallas": "pallas", "all_to_all, cuda": "cuda"}
+REDUCED: dict[str, By] = {"all_reduce, cuda": "cuda"}
 
 
 def _all_to_all(x: Array) -> Array:
@@ -42,8 +43,8 @@ def _all_gather(x: Array) -> Array:
     return lax.all_gather(x, KVP).sum(axis=0)
 
 
-def _all_reduce(x: Array) -> Array:
-    return lax.psum(x, KVP)
+def _all_reduce(x: Array, by: By = "xla") -> Array:
+    return all_reduce(x, KVP, by=by)
 
 
 def _reduce_scatter(x: Array) -> Array:
@@ -70,6 +71,7 @@ COLLECTIVES: dict[str, tuple[Callable[[Array], Array], Callable[[np.ndarray], np
     **{name: (_one_sided(name), _exchanged) for name in ONE_SIDED},
     "all_gather": (_all_gather, _summed),
     "all_reduce": (_all_reduce, _summed),
+    **{name: (partial(_all_reduce, by=by), _summed) for name, by in REDUCED.items()},
     "reduce_scatter": (_reduce_scatter, _scattered),
 }
 
@@ -85,15 +87,15 @@ def checked(case: Case) -> Case:
 
 def rows(case: Case, settings: Settings) -> Iterator[Row]:
     """Every collective at a number of bytes."""
-    piece = case["bytes"] // case["P"]
     for name in filter(settings.wants, COLLECTIVES):
-        if takes(ONE_SIDED.get(name, "xla"), piece):
+        message = case["bytes"] // (case["P"] if name in ONE_SIDED else 1)  # to one peer
+        if takes((ONE_SIDED | REDUCED).get(name, "xla"), message):
             yield _sharded(case, name).row(settings)
 
 
 def _sharded(case: Case, name: str) -> Sharded:
     devices, (body, right) = case["P"], COLLECTIVES[name]
-    helix = HelixConfig(kvp=devices, exchange=ONE_SIDED.get(name, "xla"))
+    helix = HelixConfig(kvp=devices, exchange=(ONE_SIDED | REDUCED).get(name, "xla"))
     rng = np.random.default_rng(devices)
     # Whole numbers, whose sums are exact in any order; a device has a row for each of them.
     x = rng.integers(-9, 10, (devices, case["bytes"] // 4)).astype(np.float32)

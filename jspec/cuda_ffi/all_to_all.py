@@ -1,4 +1,5 @@
-"""The all-to-all of `jspec.ops.all_to_all` by a CUDA kernel that stores in the peers' memory."""
+"""The all-to-all and the all-reduce of `jspec.ops.all_to_all` by CUDA kernels that store in the
+peers' memory."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.errors import BuildError
@@ -18,7 +20,7 @@ from jspec.typing import Array
 
 # As src/exchange/exchange.h has them.
 LINE_BYTES = 8
-MAX_BYTES = 2**20  # of a piece
+MAX_BYTES = 2**20  # to one peer
 MAX_DEVICES = 8
 PATIENCE = 20.0  # seconds that a device waits for another, before its program fails
 
@@ -30,9 +32,7 @@ def all_to_all_cuda(pieces: Array, axes: Axes) -> Array:
     shape = pieces.shape
     flat = pieces.reshape(shape[0], math.prod(shape[1:]))
     size = flat.shape[1]
-    missing = -size % (LINE_BYTES // flat.dtype.itemsize)
-    if missing:
-        flat = jnp.pad(flat, ((0, 0), (0, missing)))
+    flat = _whole_lines(flat)
     (received,) = library.call(
         "exchange",
         [jax.ShapeDtypeStruct(flat.shape, flat.dtype)],
@@ -41,6 +41,26 @@ def all_to_all_cuda(pieces: Array, axes: Axes) -> Array:
         patience=np.int64(PATIENCE * 1e9),
     )
     return received[:, :size].reshape(shape)
+
+
+def all_reduce_cuda(x: Array, axes: Axes) -> Array:
+    """Sum float32 ``x`` over the ranks, in their order: ``reduce`` of an `OneSided`."""
+    flat = _whole_lines(x.reshape(-1))
+    (sums,) = library.call(
+        "all_reduce",
+        [jax.ShapeDtypeStruct(flat.shape, flat.dtype)],
+        flat,
+        vmap_method="sequential",
+        ranks=np.int64(lax.axis_size(axes)),
+        patience=np.int64(PATIENCE * 1e9),
+    )
+    return sums[: x.size].reshape(x.shape)
+
+
+def _whole_lines(x: Array) -> Array:
+    """``x [..., n]`` with zeros after it up to a multiple of a line."""
+    missing = -x.shape[-1] % (LINE_BYTES // x.dtype.itemsize)
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
 
 @functools.cache
@@ -56,4 +76,4 @@ def _refuses(devices: int) -> str | None:
     return None if wrong is None else wrong.decode()
 
 
-ALL_TO_ALL = OneSided(all_to_all_cuda, _refuses, MAX_BYTES)
+ALL_TO_ALL = OneSided(all_to_all_cuda, _refuses, MAX_BYTES, all_reduce_cuda)

@@ -41,7 +41,7 @@ TARGETS = {
     "attention": ("attention", "scored_attention"),
     "gathered": ("gathered_attention",),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),
-    "exchange": ("exchange",),
+    "exchange": ("exchange", "all_reduce"),
 }
 PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
 

@@ -1,7 +1,7 @@
-"""An all-to-all between the devices of a mesh, by XLA or by one-sided kernels.
+"""An all-to-all and an all-reduce between the devices of a mesh, by XLA or by one-sided kernels.
 
-In a one-sided exchange, a device stores its pieces directly in the memory of its peers, and waits
-until they have stored theirs (docs/helix_exchange.md).
+In a one-sided exchange, a device stores what it has for its peers directly in their memory, and
+waits until they have stored theirs (docs/helix_exchange.md).
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class OneSided:
             and returns those of each rank. It is called inside `jax.shard_map` over the first
             devices of the process, in their order; ``axes`` are the last of the mesh.
         refuses: ``refuses(devices)`` returns why so many devices cannot run it, or None.
-        max_bytes: of a piece; None is no limit.
+        max_bytes: to one peer; None is no limit.
+        reduce: ``reduce(x, axes)`` sums float32 ``x`` over the ranks, in their order, called as
+            ``run`` is; None where there is no such kernel.
     """
 
     run: Callable[[Array, Axes], Array]
     refuses: Callable[[int], str | None]
     max_bytes: int | None = None
+    reduce: Callable[[Array, Axes], Array] | None = None
 
 
 _ONE_SIDED = {"pallas": "jspec.pallas.all_to_all", "cuda": "jspec.cuda_ffi.all_to_all"}
@@ -60,6 +63,28 @@ def all_to_all(x: Array, axes: Axes, *, axis: int, by: By = "xla") -> Array:
     if by != "xla" and takes(by, x.nbytes // x.shape[axis]):
         return _one_sided(by).run(jnp.moveaxis(x, axis, 0), axes)
     return lax.all_to_all(x, axes, split_axis=axis, concat_axis=0)
+
+
+def all_reduce(x: Array, axes: Axes, *, by: By = "xla") -> Array:
+    """Sum ``x`` over the ranks of mesh axes, inside `jax.shard_map`.
+
+    Each device of a one-sided all-reduce sends ``x`` whole to all others: one message where a ring
+    has several steps, so that few bytes take the time of one. The calls of a program must depend on
+    each other, as those of `all_to_all`.
+
+    Args:
+        x: of the same shape on all ranks.
+        axes: mesh axes.
+        by: how to send. ``cuda`` takes float32 up to its largest message, and sums in the order of
+            the ranks, so that all have the same bits at any size. XLA sums whatever else there is.
+
+    Returns:
+        The sum, in the shape and dtype of ``x``.
+    """
+    kernel = None if by == "xla" else _one_sided(by).reduce
+    if kernel is not None and x.dtype == jnp.float32 and takes(by, x.nbytes):
+        return kernel(x, axes)
+    return lax.psum(x, axes)
 
 
 def takes(by: By, piece_bytes: int) -> bool:

@@ -1,4 +1,5 @@
-"""The all-to-all by XLA and one-sided, against numpy, on virtual devices or GPUs."""
+"""The all-to-all and the all-reduce by XLA and one-sided, against numpy, on virtual devices or
+GPUs."""
 
 import functools
 import subprocess
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jspec.cuda_ffi import all_to_all as cuda
 from jspec.cuda_ffi import library
 from jspec.helix import HelixConfig
-from jspec.ops.all_to_all import By, all_to_all, refuses_all_to_all, takes
+from jspec.ops.all_to_all import By, all_reduce, all_to_all, refuses_all_to_all, takes
 from tests.pallas.mosaic import lower
 
 
@@ -80,15 +81,52 @@ def test_messages_that_follow_each_other_are_not_mixed_up(by, kvp):
             one = send(starts[0][0] + i)
             # Never true, but the message follows from the one before.
             two = send(starts[1][0] - i + (one.min() < -1).astype(jnp.int32))
-            return None, (one, two)
+            third = all_reduce(two[0].astype(jnp.float32), helix.kvp_axes, by=by)
+            return None, (one, two, third)
 
         result = lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]
         return jax.tree.map(lambda x: x[None], result)
 
-    result = on(helix, body, *first)
+    *result, sums = on(helix, body, *first)
+    np.testing.assert_array_equal(sums, np.repeat(result[1][:, :, 0].sum(0)[None], kvp, axis=0))
     for start, sign, all_steps in zip(first, (1, -1), result, strict=True):
         for i in range(steps):
             np.testing.assert_array_equal(all_steps[:, i], exchanged(start + sign * i, kvp))
+
+
+@pytest.mark.parametrize(
+    ("kvp", "tpa", "shape"),
+    [(2, 1, (3, 5)), (2, 4, (7,)), (4, 2, (2, 4, 8)), (8, 1, (9,))],
+    ids=str,
+)
+def test_sums_are_in_the_order_of_ranks(kvp, tpa, shape):
+    """Bit for bit, of numbers that sum to others in another order, and of groups."""
+    helix = over("cuda", kvp, tpa)
+    rng = np.random.default_rng(kvp)
+    scale = np.float32(10) ** rng.integers(-4, 5, (kvp * tpa, *shape))
+    x = rng.standard_normal((kvp * tpa, *shape), np.float32) * scale.astype(np.float32)
+    groups = np.swapaxes(x.reshape(-1, kvp, *shape), 0, 1)
+    expected = functools.reduce(np.add, groups)  # one rank after another
+    if kvp > 2:
+        assert (functools.reduce(np.add, groups[::-1]) != expected).any()
+    found = on(helix, lambda x: all_reduce(x, helix.kvp_axes, by="cuda"), x)
+    np.testing.assert_array_equal(found, np.repeat(expected, kvp, axis=0))
+
+
+def test_other_sums_go_by_xla():
+    """Larger ones, other dtypes, and where a transport has no kernel for it."""
+    helix = over("cuda", 2)
+    limit = cuda.MAX_BYTES // 4
+    cases = [("cuda", limit, "float32"), ("cuda", limit + 1, "float32"), ("cuda", 2, "bfloat16")]
+    for by, size, dtype in [*cases, ("pallas", 2, "float32"), ("xla", 2, "float32")]:
+        run = jax.shard_map(
+            functools.partial(all_reduce, axes=helix.kvp_axes, by=by),
+            mesh=helix.mesh,
+            in_specs=P(helix.axes),
+            out_specs=P(helix.axes),
+        )
+        text = str(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((2 * size,), dtype)))
+        assert ("psum" in text) == ((by, size, dtype) != cases[0]), (by, size, dtype)
 
 
 def traced(by: By, size: int) -> str:
@@ -171,6 +209,26 @@ def test_calls_that_cannot_be_are_refused(shape, message):
     run = functools.partial(
         library.call, "exchange", [x], vmap_method="sequential", patience=np.int64(0)
     )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.jit(run)(x)[0].block_until_ready()
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "message"),
+    [
+        ((2, 3), 2, r"values F32\[2, 3\] must be F32\[1, 2\]"),
+        ((3,), 2, "device 0 of 2 ranks cannot reduce"),  # no whole lines
+        ((cuda.MAX_BYTES,), 2, "device 0 of 2 ranks cannot reduce"),
+        ((2,), 1, "device 0 of 1 ranks cannot reduce"),
+        ((2,), 9, "device 0 of 9 ranks cannot reduce"),
+    ],
+    ids=str,
+)
+def test_sums_that_cannot_be_are_refused(shape, ranks, message):
+    over("cuda", 2)
+    x = jnp.ones(shape)
+    settings = {"ranks": np.int64(ranks), "patience": np.int64(0)}
+    run = functools.partial(library.call, "all_reduce", [x], vmap_method="sequential", **settings)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.jit(run)(x)[0].block_until_ready()
 

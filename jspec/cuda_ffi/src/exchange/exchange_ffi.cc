@@ -1,11 +1,19 @@
-// The FFI handler of the one-sided all-to-all. It is not marked as capturable: XLA could run two
+// The FFI handlers of the one-sided all-to-all and all-reduce. They are not marked as capturable: XLA could run two
 // calls of a CUDA graph at once, or in another order on another device.
 #include "common/ffi.h"
 #include "exchange/exchange.h"
 
 namespace jspec {
 
-// pieces [ranks, n]; groups are `ranks` devices that follow each other, from device 0 on.
+// The group of `device`: `ranks` devices that follow each other, from device 0 on. None has so many
+// where the number of ranks is 0.
+Group group_of(int32_t device, int64_t ranks, int64_t patience) {
+  if (ranks < 2 || ranks > kMostDevices || device / ranks * ranks + ranks > kMostDevices) return {};
+  const int me = static_cast<int>(device % ranks);
+  return {static_cast<int>(ranks), me, device - me, patience};
+}
+
+// pieces [ranks, n]
 ffi::Error exchange_of(Stream stream, int32_t device, ffi::RemainingArgs arguments,
                        ffi::RemainingRets results, int64_t patience) {
   ffi::Error error = check_count(arguments, 1, results, 1);
@@ -19,15 +27,30 @@ ffi::Error exchange_of(Stream stream, int32_t device, ffi::RemainingArgs argumen
   Exchange call = {};
   call.pieces = buffers.data<char>(0), call.found = buffers.data<char>(1);
   call.bytes = shape[1] * static_cast<int64_t>(ffi::ByteWidth(buffers[0].element_type()));
-  call.patience = patience;
-  if (ranks < 2 || ranks > kMostDevices || call.bytes % kLineBytes ||
-      call.bytes > kMostPieceBytes || device / ranks * ranks + ranks > kMostDevices) {
+  call.group = group_of(device, ranks, patience);
+  if (!call.group.ranks || call.bytes % kLineBytes || call.bytes > kMostBytes) {
     return invalid("device ", device, " cannot exchange pieces ", buffers[0]);
   }
-  call.ranks = static_cast<int>(ranks);
-  call.me = static_cast<int>(device % ranks);
-  call.first = device - call.me;
   return launched(exchange(call, stream));
+}
+
+// values float32 [n]
+ffi::Error all_reduce_of(Stream stream, int32_t device, ffi::RemainingArgs arguments,
+                         ffi::RemainingRets results, int64_t ranks, int64_t patience) {
+  ffi::Error error = check_count(arguments, 1, results, 1);
+  if (error.failure()) return error;
+  const Buffers buffers(arguments, results);
+  const auto shape = buffers[0].dimensions();
+  const int64_t count = shape.size() ? shape[0] : 0;
+  error = buffers.check(0, 1, {{"values", ffi::F32, {count}}, {"sums", ffi::F32, {count}}});
+  if (error.failure()) return error;
+  const Group group = group_of(device, ranks, patience);
+  const int64_t bytes = count * int64_t{sizeof(float)};
+  if (!group.ranks || bytes % kLineBytes || bytes > kMostBytes) {
+    return invalid("device ", device, " of ", ranks, " ranks cannot reduce ", buffers[0]);
+  }
+  const Reduction call{buffers.data<float>(0), buffers.data<float>(1), count, group};
+  return launched(all_reduce(call, stream));
 }
 
 }  // namespace jspec
@@ -40,4 +63,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_exchange, jspec::exchange_of,
                                   .Ctx<xla::ffi::DeviceOrdinal>()
                                   .RemainingArgs()
                                   .RemainingRets()
+                                  .Attr<int64_t>("patience"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_all_reduce, jspec::all_reduce_of,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<jspec::StreamContext>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("ranks")
                                   .Attr<int64_t>("patience"));
