@@ -27,6 +27,7 @@ from jspec.typing import Array
 TARGETS = {
     "verify": (
         "verify_greedy",
+        "verify_tree",
         "verify_and_commit",
         "acceptance_scan",
         "acceptance_scan_naive",

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.verify import Verified, check_greedy, commit, greedy_sizes
+from jspec.ops.verify import Verified, check_greedy, commit, greedy_sizes, verified_like
 from jspec.typing import Array
 
 MAX_NODES = 32  # the root included: the ancestors of a node are bits of a number
@@ -111,6 +111,12 @@ def verify_tree(
     return Verified(*fields), path
 
 
+def tree_like(draft_tokens: Array) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shapes and dtypes of what backends return for ``draft_tokens [B, gamma]``."""
+    path = jax.ShapeDtypeStruct(draft_tokens.shape, jnp.int32)
+    return *verified_like(draft_tokens), path
+
+
 def check_parents(parents: Array, shape: tuple[int, ...]) -> None:
     """Raise `ValueError` where ``parents`` are not those of draft tokens of this ``shape``."""
     if parents.shape != shape or parents.dtype != jnp.int32:
@@ -192,7 +198,10 @@ def _cases() -> list[Case]:
 # Backends return the fields of `Verified`, then the path.
 VERIFY_TREE = Operation(
     "verify_tree",
-    {"xla": Backend("xla", _xla, always)},
+    {
+        "xla": Backend("xla", _xla, always),
+        "cuda": "jspec.cuda_ffi.verify:TREE",
+    },
     greedy_sizes,
     _cases,
 )

@@ -80,6 +80,12 @@ ATTENTION = {"scale": np.float32(0.1), "parts": np.int32(16)}
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
+    "verify_tree": (
+        [*TOKENS, ((B, GAMMA), jnp.int32)],
+        [*VERIFIED, ((B, GAMMA), jnp.int32)],
+        {},
+        None,
+    ),
     "acceptance_scan": (TOKENS[:2], SCANNED, {"warps": np.int32(1)}, None),
     "acceptance_scan_naive": (TOKENS[:2], SCANNED, {"warps": np.int32(1)}, None),
     "verify_and_commit": (

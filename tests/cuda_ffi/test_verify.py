@@ -8,6 +8,7 @@ from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.ops.acceptance_scan import ACCEPTANCE_SCAN
 from jspec.ops.commit import VERIFY_AND_COMMIT
+from jspec.ops.tree import VERIFY_TREE
 from jspec.ops.verify import VERIFY_GREEDY
 from tests.cuda_ffi.emulated import emulated
 from tests.ops.backends import every_case
@@ -40,6 +41,12 @@ def assert_equal(operation, backend: str, case) -> None:
 @every_case(VERIFY_GREEDY)
 def test_verification_equals_the_reference(case, kernel):
     assert_equal(VERIFY_GREEDY, "cuda", case)
+
+
+@every_case(VERIFY_TREE)
+def test_trees_equal_the_reference(case, kernel):
+    with jax.enable_x64(case.build()[0].dtype == np.int64):
+        assert_equal(VERIFY_TREE, "cuda", case)
 
 
 @every_case(ACCEPTANCE_SCAN)
