@@ -132,7 +132,7 @@ class Sharded:
 
     def placing(self, name: str, shape: tuple[int, ...]) -> NamedSharding | None:
         """The sharding of an array of the state; None for a drafter's, which stay in place."""
-        if name.startswith("draft"):
+        if name.partition(".")[0] == "draft":
             return None
         if name.startswith("cache.columns"):
             return NamedSharding(self.helix.mesh, column_spec(self.helix))

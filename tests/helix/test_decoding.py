@@ -87,8 +87,12 @@ def decoded(model, draft: Drafter, *modes: dict) -> tuple[list[list[int]], str]:
     models = jspec.Models(model, policy=arrays)
     state = jspec.start_decoding(models, TEXTS, params, config, capacity=256)
     program = jspec.decode_chunk.lower(models, state, config, 4).compile()
+    where = jax.tree.map(lambda x: x.sharding, state)
     while not bool(state.done.all()):
         state, _ = program(models, state)
+        # Arrays elsewhere than before would compile the chunk a second time.
+        stay = jax.tree.map(lambda x, old: x.sharding.is_equivalent_to(old, x.ndim), state, where)
+        assert all(jax.tree.leaves(stay))
     return [row[row >= 0].tolist() for row in np.asarray(state.tokens)], str(program.as_text())
 
 
