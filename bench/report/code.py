@@ -14,7 +14,7 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "verification": {
         "pallas": ("pallas/verify.py", "pallas/commit.py"),
         "cuda": ("cuda_ffi/verify.py", "cuda_ffi/commit.py", "cuda_ffi/src/verify/*"),
-        "triton": ("triton/verify*.py", "triton/commit*.py"),
+        "triton": ("triton/verify*.py", "triton/commit*.py", "triton/tree*.py"),
     },
     "packing": {
         "pallas": ("pallas/pack.py", "pallas/fused.py", "pallas/path.py"),

@@ -201,6 +201,7 @@ VERIFY_TREE = Operation(
     {
         "xla": Backend("xla", _xla, always),
         "cuda": "jspec.cuda_ffi.verify:TREE",
+        "triton": "jspec.triton.tree:VERIFY_TREE",
     },
     greedy_sizes,
     _cases,
