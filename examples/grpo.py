@@ -1,0 +1,179 @@
+"""GRPO on the bundled model, with a reward by a rule: `jspec.Engine` makes the rollouts.
+
+The rule: the share of an answer's characters that are lowercase letters. Each step, the engine
+samples a group of answers to each prompt. The trainer raises the probability of tokens of answers
+that are better than their group (Shao et al. 2024, equation 3, without the KL term), and the engine
+goes on with its weights.
+
+Run: python examples/grpo.py --steps 25 --picture reward.png
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jspec
+
+PROMPTS = ("def ", "import os\n", "class A:\n", "# ")
+CLIP = 0.2
+
+
+def reward(text: str) -> float:
+    """The share of lowercase letters."""
+    return sum(letter.islower() for letter in text) / max(len(text), 1)
+
+
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """How much better each answer is than its group, ``[prompts, answers]``, in deviations."""
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    return centred / (rewards.std(axis=1, keepdims=True) + 1e-6)
+
+
+def log_probabilities(model: Any, tokens: jax.Array) -> jax.Array:
+    """Of each of ``tokens [N, S]`` but the first, ``[N, S - 1]``: the trainer's own forward."""
+
+    def attend(layer, q, k, v, cache):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True), cache
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = model(tokens, positions, attend, None)
+    law = jax.nn.log_softmax(model.logits(hidden)[:, :-1].astype(jnp.float32))
+    return jnp.take_along_axis(law, tokens[:, 1:, None], axis=2)[..., 0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The answers of a step.
+
+    Attributes:
+        tokens: int32 ``[N, S]``, prompts and answers, padded with 0.
+        is_answer: bool ``[N, S - 1]``, whether the next token is of the answer.
+        logprobs: float32 ``[N, S - 1]``, of the next token, from the rollout.
+        advantages: float32 ``[N]``.
+    """
+
+    tokens: Any
+    is_answer: Any
+    logprobs: Any
+    advantages: Any
+
+
+def batch_of(requests: Sequence[Sequence[jspec.Request]], prompts, rewards, size: int) -> Batch:
+    """The groups of answers to ``prompts``, padded to ``size`` tokens."""
+    count = sum(map(len, requests))
+    tokens = np.zeros((count, size), np.int32)
+    is_answer, logprobs = np.zeros((count, size - 1), bool), np.zeros((count, size - 1), np.float32)
+    rows = ((prompt, x) for prompt, group in zip(prompts, requests, strict=True) for x in group)
+    for row, (prompt, request) in enumerate(rows):
+        begin, end = len(prompt), len(prompt) + len(request.tokens)
+        tokens[row, :end] = [*prompt, *request.tokens]
+        is_answer[row, begin - 1 : end - 1] = True
+        assert request.logprobs is not None
+        logprobs[row, begin - 1 : end - 1] = request.logprobs.sampling.logprobs
+    return Batch(tokens, is_answer, logprobs, advantages(rewards).ravel().astype(np.float32))
+
+
+def loss(weights: Any, graph: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The clipped objective, negated; and the largest difference from the rollout's numbers."""
+    difference = log_probabilities(nnx.merge(graph, weights), batch.tokens) - batch.logprobs
+    ratio, advantage = jnp.exp(difference), batch.advantages[:, None]
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
+    return -jnp.mean(gain, where=batch.is_answer), jnp.where(
+        batch.is_answer, jnp.abs(difference), 0
+    ).max()
+
+
+def train_step_of(graph: Any, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """A jitted step: new weights, state of the optimiser, and the difference that `loss` gives."""
+
+    @jax.jit
+    def train_step(weights: Any, state: Any, batch: Batch):
+        gradient, difference = jax.grad(loss, has_aux=True)(weights, graph, batch)
+        updates, state = optimizer.update(gradient, state, weights)
+        return optax.apply_updates(weights, updates), state, difference
+
+    return train_step
+
+
+def params_of(new: int, seed: int) -> jspec.SamplingParams:
+    return jspec.SamplingParams(new, temperature=1, seed=seed, logprobs=0, ignore_eos=True)
+
+
+def draw(rewards: Sequence[float], picture: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.2), dpi=110, layout="tight")
+    axes = figure.subplots()
+    axes.plot(range(1, len(rewards) + 1), rewards)
+    axes.set(xlabel="step", ylabel="mean reward", title="GRPO on the bundled model", ylim=(0, 1))
+    figure.savefig(picture)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--answers", type=int, default=8, help="of a group")
+    parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--picture", type=Path)
+    asked = parser.parse_args(arguments)
+
+    model, tokenizer = jspec.load_bundled(dtype="float32")
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    size = max(map(len, prompts)) + asked.new
+    engine = jspec.Engine(
+        model,
+        slots=len(prompts) * asked.answers,
+        capacity=size,
+        draft=jspec.SuffixDraft(other_rows=True),
+        gamma=4,
+        logprobs=0,
+    )
+    graph, weights = nnx.split(model)
+    optimizer = optax.adam(1e-4)
+    state, train_step = optimizer.init(weights), train_step_of(graph, optimizer)
+    means, compilations = [], 0
+    for step in range(asked.steps):
+        begin = time.perf_counter()
+        first = asked.seed + step * len(prompts) * asked.answers
+        groups = [
+            engine.submit_group(
+                prompt, params_of(asked.new, first + index * asked.answers), n=asked.answers
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        engine.run()
+        rewards = np.array([[reward(tokenizer.decode(x.tokens)) for x in g] for g in groups])
+        decoded = time.perf_counter()
+        batch = batch_of(groups, prompts, rewards, size)
+        weights, state, difference = train_step(weights, state, batch)
+        difference = float(difference)  # waits for the step
+        trained = time.perf_counter()
+        engine.update(weights)
+        updated = time.perf_counter()
+        if step == 0:
+            compilations = engine.stats.compilations
+        means.append(float(rewards.mean()))
+        print(
+            f"step {step + 1}: reward {means[-1]:.3f}, log-probabilities differ by at most "
+            f"{difference:.1e}; rollouts {decoded - begin:.2f} s, training {trained - decoded:.2f} "
+            f"s, update {1e3 * (updated - trained):.1f} ms"
+        )
+    print(f"programs compiled after the first step: {engine.stats.compilations - compilations}")
+    if asked.picture is not None:
+        draw(means, asked.picture)
+    return means
+
+
+if __name__ == "__main__":
+    main()
