@@ -191,9 +191,9 @@ def wall(program: Program, repeats: int) -> list[int]:
 
 LENGTHS = (64, 320)  # steps of the two loops
 UNROLL = 16  # steps of a loop iteration, so that XLA sees many kernels, as in a decoding step
-Feed = tuple[
-    int, int
-]  # index of the output of a step, and of the argument of the next step that it becomes
+# The index of the output of a step, or the slice of several, and of the argument of the next step
+# that it becomes.
+Feed = tuple[int | slice, int]
 
 
 def loops(source: Source, feed: Feed) -> list[Source]:

@@ -19,6 +19,7 @@ from jspec.ops.acceptance_scan import ACCEPTANCE_SCAN
 from jspec.ops.commit import VERIFY_AND_COMMIT
 from jspec.ops.sample import SAMPLE, Role, Sampling, number, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
+from jspec.ops.tree import VERIFY_TREE, random_tree
 from jspec.ops.verify import VERIFY_GREEDY
 
 FEED = (0, 2)  # accepted counts become the next draft lengths
@@ -188,6 +189,22 @@ def sample_setup(case: Case) -> Setup:
     )
 
 
+def tree_setup(case: Case) -> Setup:
+    """Verification of random trees, the first of which is a chain."""
+    arguments = jax.device_put(random_tree(case["B"], case["gamma"], 1))
+    moved = sum(x.nbytes for x in arguments)
+    return Setup(arguments, equals(reference(VERIFY_TREE, arguments)), moved)
+
+
+TREE = OperationBenchmark(
+    operation=VERIFY_TREE,
+    setup=tree_setup,
+    states=("warm",),
+    default={"B": 32, "gamma": 15},
+    gpu=product(B=(1, 32, 128), gamma=(7, 15, 31)),
+    quick=product(B=(32,), gamma=(15,)),
+    cpu=product(B=(32,), gamma=(15,)),
+)
 DRAFTS = ("one-hot", "logits")
 STOCHASTIC = OperationBenchmark(
     operation=VERIFY_STOCHASTIC,
@@ -227,4 +244,5 @@ SUITE = suite_of(
     COMMIT,
     DRAW,
     SCAN,
+    TREE,
 )

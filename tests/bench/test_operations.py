@@ -26,6 +26,8 @@ CASES = {
     "acceptance_scan": "B=3,gamma=40,alpha=0.3",
     "verify_and_commit": "B=2,T=3,V=300",
     "sample": "B=2,V=300",
+    "verify_tree": "B=3,gamma=6",
+    "pack_path": "B=2,S=16,n=3,layers=2,heads=4/2,H=8",
     "pack": "B=2,gamma=8,alpha=0.6,D=16",
     "verify_and_pack": "B=2,gamma=8,alpha=0.6,D=16",
     "attention": f"{CACHE},lengths=ragged",
@@ -111,7 +113,7 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
 @pytest.mark.parametrize(
     ("suite", "text", "message"),
     [
-        ("attention", "Q=3", "'Q=3' must be one of B, S, heads, H, T, lengths, a = and a value"),
+        ("attention", "Q=3", "'Q=3' must be one of B, S, heads, H, T, cache, lengths"),
         ("attention", "B=0", "B=0 must be a whole number of 1 or more, such as 8 or 32K"),
         ("attention", "heads=32", "heads=32 must be query heads / KV heads, such as 32/8"),
         ("attention", "heads=32/5", "heads=32/5: 32 is no multiple of 5"),
