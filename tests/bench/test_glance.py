@@ -20,7 +20,8 @@ def timed(operation, case, name, microseconds, **rest):
 
 
 def test_an_operation_is_a_headline_where_none_takes_a_backend():
-    case = {"B": 4, "S": 131072, "T": 1, "heads": "32/8", "H": 128, "lengths": "full", "l2": "cold"}
+    case = {"B": 4, "S": 131072, "T": 1, "heads": "32/8", "H": 128, "lengths": "full"}
+    case |= {"cache": "bfloat16", "l2": "cold"}
     rows = [
         timed("attention", case, "pallas", 80, bytes=2**29),
         timed("attention", case, "triton", 100, bytes=2**29, chosen=True),
