@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -69,6 +70,7 @@ def test_a_group_of_short_prompts_takes_one_row_of_a_pass(sharp, monkeypatch):
         assert tokens == apart(sharp, "ngram", group).tokens
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
 @pytest.mark.parametrize("window", [5, None], ids=["ring", "linear"])
 def test_a_group_shares_its_prompt_where_rows_wrap_and_on_a_mesh(window):
     """Longer than the ring of a layer with a window."""
