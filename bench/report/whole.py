@@ -28,12 +28,11 @@ def steps(runs: Sequence[Run]) -> str:
     by_case: dict[tuple[str, str], dict[str, str]] = {}
     for run in runs:
         for row in run.rows:
-            if row.get("operation") == "backend" and (best_clock(row) or row.get("memory")):
+            if row.get("operation") == "backend" and (cell := _step_cell(row)):
                 case = row["case"]
                 words = f"{case['model']}, B={case['B']}, S={kilo(case['S'])}"
                 words += f", {case['draft']}, {case['sampling']}"
-                cells = by_case.setdefault((run.card, words), {})
-                cells.setdefault(row["name"], _step_cell(row))
+                by_case.setdefault((run.card, words), {}).setdefault(row["name"], cell)
                 _note(row["name"], row.get("backends", ()), notes)
             if row.get("operation") == "real" and row["checked"] and step_ms(row) is not None:
                 case = row["case"]
@@ -56,11 +55,16 @@ def steps(runs: Sequence[Run]) -> str:
     )
 
 
-def _step_cell(row: Row) -> str:
-    """The time of a step, and over its floor in brackets; or the memory that it has not."""
+def _step_cell(row: Row) -> str | None:
+    """The time of a step, over its floor in brackets, or the memory that the card lacks.
+
+    None for a step that was wrong, or could not run for another reason.
+    """
     if best_clock(row):
         return f"{ms(microseconds(row))} ms ({row['over_floor']:.2f})"
-    return f"needs {row['memory']['peak_bytes'] / 1e9:.0f} GB"
+    if row["checked"] is None and "memory" in row:
+        return f"needs {row['memory']['peak_bytes'] / 1e9:.0f} GB"
+    return None
 
 
 def _note(preferred: str, choices: Sequence[Row], notes: dict[str, dict[str, None]]) -> None:

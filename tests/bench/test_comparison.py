@@ -114,6 +114,9 @@ def test_steps_say_what_another_backend_ran():
     refused |= {"reason": "it needs 161.6 GB", "memory": {"peak_bytes": 161.6e9}}
     (cells,) = lines(whole.steps([run(*rows, refused, suite="decode")]))
     assert cells[-1] == "needs 162 GB"
+    wrong = refused | {"checked": False}
+    (cells,) = lines(whole.steps([run(*rows, wrong, suite="decode")]))
+    assert cells[-1] == "not measured"
     # No line for a card that has room for none.
     assert "not measured" in whole.steps([run(refused, suite="decode")])
 

@@ -79,7 +79,7 @@ bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels
 
 int main() {
   // Every arrangement of tiles, with few and with several items per program, and with more blocks
-  // than are in flight; small, since racecheck takes a thousand times as long.
+  // than are in flight; small, so that racecheck takes seconds.
   const int cases[][7] = {
       {2, 400, 2, 1, 4, 128, 16},  {2, 520, 2, 8, 4, 128, 16},  {1, 1504, 1, 10, 4, 128, 2},
       {1, 600, 1, 16, 4, 128, 16}, {1, 1000, 1, 10, 8, 128, 2}, {5, 272, 4, 1, 1, 128, 8},
