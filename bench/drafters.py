@@ -23,6 +23,8 @@ def drafts(ratio: float = RATIO) -> dict[str, str]:
     return {
         PLAIN: PLAIN,
         "ngram": "ngram",
+        "ngram-1": "ngram:min_match=1",
+        "ngram-tree": "ngram:min_match=1,branches=16",
         "suffix": "suffix",
         "vegas": vegas,
         "vegas-first": f"vegas:{guided}",

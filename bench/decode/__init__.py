@@ -3,7 +3,8 @@
 Weights, keys and values are random, and no prompt is prefilled: the time of a step does not depend
 on them. The first layers of every row are compared with XLA before it is timed. Clock: *step* is
 the marginal wall time of a jitted chunk of steps in a sequence of chunks, divided by its steps.
-``op=pass``: a pass of T tokens without a draft. ``op=draft``: an iteration, a draft with a share of
+``op=pass``: a pass of T tokens without a draft, and a step that verifies T - 1 draft tokens, as a
+chain and as a tree. ``op=draft``: an iteration, a draft with a share of
 the context and its verification, by drafter. The tokens that it commits are imposed, by the
 acceptance that a paper states (`bench.profiles`). ``op=read``: a step that reads what a policy
 selects.
@@ -26,7 +27,7 @@ from bench.decode.catalogue import MODELS
 from bench.decode.check import LAYERS, first_selecting
 from bench.decode.iterations import Iteration
 from bench.decode.shapes import drawn
-from bench.decode.states import NoisyPadding
+from bench.decode.states import NoisyDraft, NoisyPadding
 from bench.drafters import ALL, BACKENDS, STEP_SAMPLING, preferring
 from bench.point import Row, row, spread
 from bench.policies import NAMES, arrays_of, policies
@@ -48,6 +49,7 @@ SHARE = 64  # a policy selects one in 64 tokens of the context: 1.56 %
 LEAST = 128  # selected tokens at least, as policies with pages need
 DENSE_LAYERS = 2  # first layers, in which a policy does not select
 PLAIN, ALONE = "plain", "verification"
+CHAIN, TREE = "chain", "tree"  # what T - 1 draft tokens are
 DRAFTS = tuple(name for name, text in ALL.items() if ">" not in text and text not in ALL)
 USUAL = ("vegas", "vegas-first", "streaming", "quest", "specextend", "vegas-int8", "vegas-mxfp4")
 READS = ("dense", "hata", "quest_32", "loki", "magicpig", "exact_topk", "streaming")
@@ -128,7 +130,8 @@ def rival_row(operation: str, case: Case, model: Decoder, limits: Ceilings) -> R
 def with_rate(row: Row, config: StepConfig) -> Row:
     """A row with tokens a second; drafts are accepted at the rate that the paper states."""
     time = spread(row, "step")
-    if time is None or ALONE in (row["name"], row["case"].get("draft")) or time.median <= 0:
+    is_partial = {ALONE, CHAIN, TREE} & {row["name"], row["case"].get("draft")}
+    if time is None or is_partial or time.median <= 0:
         return row
     about = {}
     tokens = 1.0
@@ -140,8 +143,9 @@ def with_rate(row: Row, config: StepConfig) -> Row:
 
 
 def pass_config(case: Case, name: str) -> StepConfig:
-    """A pass of T tokens: a step without a draft whose gamma is T - 1."""
-    return StepConfig(case["T"] - 1, NoisyPadding())
+    """A pass of T tokens: a step whose gamma is T - 1, without a draft or with one of noise."""
+    draft = NoisyPadding() if name == PLAIN else NoisyDraft(is_tree=name == TREE)
+    return StepConfig(case["T"] - 1, draft)
 
 
 def draft_config(case: Case, name: str) -> StepConfig:
@@ -179,7 +183,7 @@ def checked_read(case: Case) -> Case:
 
 
 PASS = benchmark_of(
-    *("pass", pass_config, (PLAIN, torch_pass.NAME), (PLAIN,)),
+    *("pass", pass_config, (PLAIN, CHAIN, TREE, torch_pass.NAME), (PLAIN,)),
     default={"model": "qwen3-8b", "layers": 0, "B": 1, "S": 8192, "T": 1},
     choices=CHOICES,
     gpu=[f"model={name},{size},T={T}" for name in SHAPES for size in SIZES for T in (1, 10)]

@@ -212,7 +212,8 @@ def _iteration(models: Models, state: DecodeState, tokens: Array, config: StepCo
     with config.of_models():
         drafted, after = draft(models, state.with_processor_states(), config)
         after = dataclasses.replace(after, cache=after.cache.with_lengths(state.cache.lengths))
-        whole = Drafted(tokens, jnp.full(state.lengths.shape, config.gamma, jnp.int32))
+        lengths = jnp.full(state.lengths.shape, config.gamma, jnp.int32)
+        whole = Drafted(tokens, lengths, parents=drafted.parents)
         target, _, pass_state = run_target(models, after, whole, config)
     picks = [result for result in pass_state.collected or () if isinstance(result, jax.Array)]
     return _Result(drafted.tokens, drafted.lengths, drafted.logits, target, picks)

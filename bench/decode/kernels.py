@@ -11,7 +11,7 @@ from bench.clocks import Kernel
 KINDS = ("attention", "matmuls", "rest")
 PARTS = (
     *("draft passes", "verification", "collection"),
-    *("selection", "compaction", "bookkeeping"),
+    *("selection", "compaction", "bookkeeping", "packing"),
 )  # in the order of tables
 LONGEST = 12  # kernels whose times a row has
 _ATTENTION = re.compile(
@@ -29,12 +29,14 @@ _INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{op_name="([^
 _MOSAIC = re.compile(r"\\+00(?!stable_)([A-Za-z]\w*_mosaic_gpu)\\+00")
 _PHASES = {"draft": "draft passes", "verification": "verification"}
 _PHASE = re.compile(r"(?:^|/)(draft|verification)/")  # scopes of `jspec.decode.step`
-_INSIDE = re.compile(r"(?:^|/)(collection|selection|compaction)/")  # scopes of `jspec.policies`
+# Scopes of `jspec.policies`, and of `jspec.decode.trees`.
+_INSIDE = re.compile(r"(?:^|/)(collection|selection|compaction|packing)/")
 # Kernels that XLA does not name after an instruction, by the names in their sources.
 _NAMED = {
     "collection": re.compile(r"weights_kernel"),
     "selection": re.compile(r"(row|count|place|finish|score|pick)_kernel"),
-    "bookkeeping": re.compile(r"(commit|parts|verify|ballot|tiles|filter|residual)_kernel"),
+    "packing": re.compile(r"path_kernel"),
+    "bookkeeping": re.compile(r"(commit|parts|verify|tree|ballot|tiles|filter|residual)_kernel"),
 }
 Sums = dict[str, dict[str, int]]  # nanoseconds by part and kind
 

@@ -52,6 +52,22 @@ class NoisyPadding(NoDraft):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoisyDraft(NoisyPadding):
+    """Drafts of noise, all of whose tokens are verified: a chain, or a tree.
+
+    In a tree each token comes before two others, as far as there are any.
+    """
+
+    is_tree: bool = False
+
+    def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
+        drafted, state = super().draft(models, state, gamma)
+        parents = jnp.broadcast_to(jnp.arange(gamma, dtype=jnp.int32) // 2, drafted.tokens.shape)
+        lengths = jnp.full_like(drafted.lengths, gamma)
+        return Drafted(drafted.tokens, lengths, parents=parents if self.is_tree else None), state
+
+
+@dataclasses.dataclass(frozen=True)
 class Blueprint:
     """Makes states for a context of random tokens.
 

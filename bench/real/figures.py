@@ -98,6 +98,7 @@ class Limits:
         part: the part whose kernels take longest, such as ``"verification"``.
         part_time: the time of that part's kernels.
         part_over: that time over the part's floor; None for a part without one.
+        packing: the time of packing the accepted path of a tree, 0 where drafts are chains.
     """
 
     floor: float
@@ -105,6 +106,7 @@ class Limits:
     part: str
     part_time: float
     part_over: float | None
+    packing: float
 
 
 def limits(row: Row) -> Limits | None:
@@ -120,4 +122,5 @@ def limits(row: Row) -> Limits | None:
         part=part,
         part_time=time / wall,
         part_over=time / floor if floor else None,
+        packing=row["parts_ns"].get("packing", 0) / wall,
     )

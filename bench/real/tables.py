@@ -85,7 +85,8 @@ def limits_line(shares: Limits) -> str:
     """What a step is spent on, on a line."""
     words = f"floor {shares.floor:.0%} of the step, kernels {shares.kernels:.0%}; "
     words += f"{shares.part} {shares.part_time:.0%}"
-    return words + ("" if shares.part_over is None else f", {shares.part_over:.1f}x its bytes")
+    words += "" if shares.part_over is None else f", {shares.part_over:.1f}x its bytes"
+    return words + (f"; packing {shares.packing:.2%}" if shares.packing else "")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -109,6 +109,24 @@ def test_a_pass_is_checked_timed_and_compared_with_its_floor(tiny):
     assert row["parts_ns"]["verification"] == {"attention": 1000, "matmuls": 600, "rest": 400}
 
 
+def test_a_pass_over_a_tree_is_next_to_one_over_a_chain(tiny, monkeypatch):
+    both = rows(PASS, "S=300,T=4", "chain", "tree")
+    assert [row["checked"] for row in both.values()] == ["2 layers"] * 2
+    assert "tokens_per_s" not in both["tree"]
+    right = check.run_target
+
+    def as_chain(models, state, drafted, config):
+        if config.backends:  # the reference
+            drafted = dataclasses.replace(drafted, parents=None)
+        return right(models, state, drafted, config)
+
+    monkeypatch.setattr(check, "run_target", as_chain)
+    jax.clear_caches()  # what is traced is kept
+    row = rows(PASS, "S=300,T=4", "tree")["tree"]
+    jax.clear_caches()
+    assert row["checked"] is False
+
+
 def test_a_wrong_step_is_not_timed_and_neither_is_one_that_does_not_fit(tiny, monkeypatch):
     right = check.run_target
 
@@ -355,13 +373,14 @@ MADE = {
     "fusion_4": f"{STEP}/verify_and_commit/add",
     "fusion_5": f"{STEP}/draft/compaction/gather",
     "fusion_6": "reduce_sum",
+    "fusion_7": f"{STEP}/packing/scatter",
 }
 
 
 def test_a_kernel_belongs_to_the_phase_that_runs():
     names = ("nvjet_tst_64x8", "fusion_1", "gathered_kernel", "fusion_5", "fusion_2")
     names += ("nvjet_tst_64x8", "fusion_3", "row_kernel", "weights_kernel", "fusion_6")
-    names += ("commit_kernel", "fusion_4")
+    names += ("commit_kernel", "fusion_4", "tree_kernel", "path_kernel", "fusion_7")
     ran = [(name, 2**index) for index, name in enumerate(names)]
     sums = kernels.by_part(ran, MADE)
     # A library's kernel before any that is known belongs to the first phase.
@@ -370,7 +389,8 @@ def test_a_kernel_belongs_to_the_phase_that_runs():
     assert sums["verification"] == {"attention": 16, "matmuls": 32, "rest": 512}
     assert sum(sums["collection"].values()) == 64 + 256
     assert sums["selection"]["rest"] == 128
-    assert sums["bookkeeping"]["rest"] == 1024 + 2048
+    assert sums["bookkeeping"]["rest"] == 1024 + 2048 + 4096
+    assert sums["packing"]["rest"] == 8192 + 16384
 
 
 def test_a_kernel_belongs_to_the_operation_that_it_was_made_from():

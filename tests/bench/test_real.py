@@ -16,7 +16,7 @@ import jspec
 from bench.__main__ import main
 from bench.ceilings import Ceilings
 from bench.drafters import ALL, BY_A_MODEL, PLAIN, SAMPLING, Drafting, params_of
-from bench.real import case, check, figures, grid, texts
+from bench.real import case, check, figures, grid, tables, texts
 from bench.real.answers import per_step, repeats
 from bench.real.cell import Cell
 from jspec.decode.programs import PROGRAMS
@@ -152,7 +152,7 @@ def test_sampled_answers_pass_at_their_temperature_alone(cell):
     ]
 
 
-@pytest.mark.parametrize("name", ["ngram", "vegas"])
+@pytest.mark.parametrize("name", ["ngram", "ngram-tree", "vegas"])
 def test_a_row_of_a_drafter_and_no_further_program(cell, name):
     drafting = Drafting.of(name, 3, exact=False)
     cell.compile([(drafting, "greedy"), (drafting, "t0.8")])
@@ -226,6 +226,14 @@ def test_speeds_of_a_row():
     # Plain decoding of another run, or one that is not right, compares with nothing.
     assert figures.over_plain(row | {"run": 2}, rows, figures.steady_rate) is None
     assert figures.over_plain(row, [plain | {"checked": False}], figures.steady_rate) is None
+
+
+def test_packing_has_a_share_of_the_step_of_a_tree():
+    chain = synthetic("ngram-1", 2.0, [4, 2], parts_ns={"verification": 1e6}, floors_ns={})
+    tree = synthetic("ngram-tree", 2.0, [4, 2], parts_ns={"packing": 5e3, "verification": 1e6})
+    words = [tables.limits_line(figures.limits(row | {"floors_ns": {}})) for row in (chain, tree)]
+    assert "packing" not in words[0]
+    assert words[1].endswith("verification 50%; packing 0.25%")
 
 
 def test_the_cells_of_jspec_are_cases_with_one_headline():
