@@ -32,6 +32,7 @@ from jspec.eval.fitting import ruler_bytes_questions
 from jspec.eval.questions import Asked
 from jspec.eval.ruler_bytes import TASKS
 from jspec.models.bundled import bundled_path
+from jspec.models.hashes import FOLDER
 from jspec.policies import Policy, named_policy
 from jspec.policies.hata import with_hashes
 from jspec.train.samples import prefill
@@ -94,7 +95,7 @@ def read(case: Case, settings: Settings) -> Iterator[Row]:
 def policy_of(name: str, budget: float | None) -> Policy:
     """A policy by its name in tables, which reads a share ``budget`` of the context."""
     policy = with_budget(named_policy(AT_16_BYTES.get(name, name)), budget)
-    return with_hashes(policy, bundled_path())
+    return with_hashes(policy, bundled_path() / FOLDER)
 
 
 def scores_of(
@@ -133,7 +134,7 @@ def drafted(case: Case, settings: Settings) -> Iterator[Row]:
             *(model, tokenizer, prompts, case["B"]),
             exact=exact,
             limits=limits,
-            hashes=bundled_path(),
+            hashes=bundled_path() / FOLDER,
             room=case["new"],
         )
     except jspec.BackendError as error:

@@ -33,6 +33,7 @@ from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate, Message, load_chat_template
 from jspec.models.checkpoint import load_model
+from jspec.models.hashes import FOLDER
 from jspec.models.prompts import Prompt, encode_prompt, encode_prompts
 from jspec.models.text import RowText, with_stops
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
@@ -128,7 +129,7 @@ class LLM:
         if policy_params is None:
             policy = draft.cache_policy if isinstance(target, Dense) else target
             # The model's directory may have trained hashes.
-            policy = policy if path is None else with_hashes(policy, path)
+            policy = policy if path is None else with_hashes(policy, path / FOLDER)
             self._params_of = functools.partial(prepared, policy, tokenizer=tokenizer)
             policy_params = self._params_of(model)
         options = {**options, "draft": draft, "policy_params": policy_params}

@@ -59,7 +59,7 @@ class Cell:
     """Prompts in batches of ``batch``, prefilled once; every drafter starts from there.
 
     ``rows``: token ids of the prompts. ``limits``: ceilings of this device, for floors.
-    ``hashes``: directory of the model, if its trained hashes are used. ``room``: positions after
+    ``hashes``: a folder of trained hashes. ``room``: positions after
     the prompts. ``draft_model``: a second model, for drafters by one.
     """
 

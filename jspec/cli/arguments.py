@@ -282,8 +282,14 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 def _add_train_hash(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="PATH", help="model directory or GGUF file (default: bundled)")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", nargs="+", metavar="FILE", help="texts to learn from")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts to learn from, or folders of them; default the source of Python's library",
+    )
     source.add_argument(
         "--convert",
         metavar="FILE",
@@ -295,7 +301,8 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="texts of the report; default one in ten of --data, which are not learned from",
+        help="texts of the report, or folders of them, of which 32 pieces are read; default one "
+        "piece in ten of --data, which is not learned from",
     )
     add("--bits", type=_integer, metavar="R", help="32, 64, 128 (default) or 256")
     add(
@@ -323,6 +330,12 @@ def _add_train_hash(parser: argparse.ArgumentParser) -> None:
         type=_integer,
         metavar="N",
         help="most tokens of a text; default 32768 or the model's context",
+    )
+    add(
+        "--minutes",
+        type=_finite,
+        metavar="N",
+        help="stop after so many, with exit code 3; the same command goes on from there",
     )
     add("--seed", type=_seed, default=0, metavar="N", help="of every random choice; default 0")
     add("--json", action="store_true", help="print one JSON object instead of a table")

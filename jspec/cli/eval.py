@@ -25,6 +25,7 @@ from jspec.extras import check_matplotlib
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate, load_chat_template
 from jspec.models.checkpoint import load_model
+from jspec.models.hashes import FOLDER
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
 from jspec.policies import Policy, named_policy
 from jspec.policies.hata import with_hashes
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--length {arguments.length} exceeds the model's context of {model.config.max_context}"
         )
-    runs = [(name, budget, with_hashes(policy, path)) for name, budget, policy in runs]
+    runs = [(name, budget, with_hashes(policy, path / FOLDER)) for name, budget, policy in runs]
     template = _template(path) if arguments.chat else None
     if user_questions is not None:
         sizes = (arguments.length, arguments.max_new_tokens)

@@ -33,6 +33,7 @@ from jspec.models.chat import load_chat_template
 from jspec.models.checkpoint import check_model, load_model
 from jspec.models.draft_model import load_draft_model
 from jspec.models.fingerprint import fingerprint
+from jspec.models.hashes import FOLDER
 from jspec.models.text import with_stops
 from jspec.models.tokenizer import load_tokenizer
 from jspec.ops.registry import step_operations
@@ -216,7 +217,8 @@ def load(
     drafts = arguments.draft_model
     draft_model = load_draft_model(drafts, tokenizer) if drafts else None
     cache_policy = with_hashes(
-        StepConfig(draft.traits.default_gamma, draft, target=target).cache_policy, Path(path)
+        StepConfig(draft.traits.default_gamma, draft, target=target).cache_policy,
+        Path(path) / FOLDER,
     )
     arrays = prepared(cache_policy, model, tokenizer)
     placed_model = model if helix is None else shard(model, helix)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import sys
+import sysconfig
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +33,13 @@ from jspec.train.picture import draw_loss
 from jspec.train.samples import MIN_TOKENS
 
 FILE_LIMIT = 1 << 30  # bytes of a text
+SUFFIXES = (".py", ".txt", ".md", ".rst")  # of the files of a folder that are read
+SKIPPED = ("site-packages", "test", "tests", "__pycache__")  # folders
 USUAL_LENGTH = 32768  # most tokens of a text, unless the model's context is shorter
 HELD_OUT = 10  # one text in so many, where none is named
+REPORT_TEXTS = 32  # held-out texts at most; others are left out at random
+LINE_SECONDS = 15.0  # between lines of progress where stderr is no terminal
+STOPPED = 3  # the exit code after --minutes
 # Options of learning that are not named.
 DEFAULTS = {
     "bits": 128,
@@ -41,8 +50,13 @@ DEFAULTS = {
 }
 
 
+class _TimeUpError(Exception):
+    """``--minutes`` are over."""
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
+    begin = time.monotonic()
     if arguments.convert:
         return _convert(arguments)
     for option, default in DEFAULTS.items():
@@ -52,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) < 1:
             name = option.replace("_", "-")
             raise ValueError(f"--{name} {getattr(arguments, option)} must be at least 1")
+    limit = arguments.minutes
+    if limit is not None and limit <= 0:
+        raise ValueError(f"--minutes {limit:g} must be above 0")
     settings = HashTraining(
         bits=arguments.bits,
         variant=arguments.variant,
@@ -64,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(arguments.model or bundled_path())
     tokenizer, model = load_tokenizer(path), load_model(path)
     length = _length(arguments.length, model.config.max_context)
-    learned = _texts(arguments.data, tokenizer, length, "--data")
+    names = arguments.data or [sysconfig.get_path("stdlib")]
+    learned = _texts(names, tokenizer, length, "--data")
     if arguments.held_out:
         held_out = _texts(arguments.held_out, tokenizer, length, "--held-out")
     else:
@@ -75,10 +93,18 @@ def run(arguments: argparse.Namespace) -> int:
             "--data has one text, which is held out for the report; give more files, or other "
             "ones by --held-out"
         )
+    shuffled = np.random.default_rng(settings.seed).permutation(len(held_out))
+    held_out = [held_out[index] for index in np.sort(shuffled[:REPORT_TEXTS])]
     texts = Texts(_enough(learned, arguments.pairs, settings.seed), held_out)
     job = Job(model, texts, Path(arguments.out), settings, arguments.compare)
-    with _progress() as on_progress:
-        report = learn_hashes(job, on_progress)
+    deadline = None if limit is None else begin + 60 * limit
+    try:
+        with _progress(deadline) as on_progress:
+            report = learn_hashes(job, on_progress)
+    except _TimeUpError:
+        message = f"stopped after {limit:g} minutes; the same command goes on from there"
+        console().print(message, soft_wrap=True)
+        return STOPPED
     picture = _draw(job.out)
     if arguments.json:
         print_json(report | {"out": str(job.out), "environment": environment()})
@@ -124,12 +150,17 @@ def _length(asked: int | None, context: int) -> int:
 
 
 def _texts(names: Sequence[str], tokenizer: Tokenizer, length: int, option: str) -> list[list[int]]:
-    """The files as token ids, in pieces of at most ``length``; what is too short is left out."""
+    """Files as token ids, in pieces of at most ``length``; what is too short is left out.
+
+    A folder is one text: its files with a suffix of `SUFFIXES`, one after the other.
+    """
     prefix = _prefix_ids(tokenizer)
     size = length - len(prefix)
     pieces = []
     for name in names:
-        ids = tokenizer.encode(read_file(Path(name), FILE_LIMIT), special=False)
+        path = Path(name)
+        content = _content(path) if path.is_dir() else [read_file(path, FILE_LIMIT)]
+        ids = [x for text in content for x in tokenizer.encode(text, special=False)]
         file_pieces = [prefix + ids[at : at + size] for at in range(0, len(ids), size)]
         pieces += [piece for piece in file_pieces if len(piece) >= MIN_TOKENS]
     if not pieces:
@@ -137,6 +168,14 @@ def _texts(names: Sequence[str], tokenizer: Tokenizer, length: int, option: str)
             f"{option}: none of {len(names)} files has the {MIN_TOKENS} tokens that a text needs"
         )
     return pieces
+
+
+def _content(folder: Path) -> Iterator[str]:
+    """The texts in a folder, by name; those of packages installed into it, and tests, are not."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(x for x in folders if x not in SKIPPED and not x.startswith("."))
+        for file in sorted(x for x in files if x.endswith(SUFFIXES)):
+            yield read_file(Path(root, file), FILE_LIMIT).decode(errors="replace")
 
 
 def _prefix_ids(tokenizer: Tokenizer) -> list[int]:
@@ -157,15 +196,28 @@ def _enough(texts: list[list[int]], pairs: int, seed: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each thing that is done, on stderr where that is a terminal."""
+def _progress(deadline: float | None) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each thing that is done, on stderr; a line now and then where it is no terminal.
+
+    ``deadline``: seconds of `time.monotonic` from which on it raises `_TimeUpError`, None for
+    never.
+    """
     with counted_bars(transient=False) as bars:
         tasks: dict[str, TaskID] = {}
+        shown_at = time.monotonic()
 
         def on_progress(what: str, done: int, total: int) -> None:
+            nonlocal shown_at
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=total)
             bars.update(tasks[what], completed=done)
+            now = time.monotonic()
+            if bars.disable and (done == total or now >= shown_at + LINE_SECONDS):
+                shown_at = now
+                print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+            # All layers are learned before the report, which is not worth another run.
+            if deadline is not None and now >= deadline and what != "compare":
+                raise _TimeUpError
 
         yield on_progress
 

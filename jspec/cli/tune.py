@@ -27,6 +27,7 @@ from jspec.eval.tuning import GAMMAS, PLAIN, RATIOS, RUNS, Bench, Trial, Tuning,
 from jspec.eval.tuning_pictures import draw
 from jspec.extras import install
 from jspec.models.bundled import bundled_path
+from jspec.models.hashes import FOLDER
 from jspec.policies import Dense
 from jspec.policies.hata import with_hashes
 
@@ -92,7 +93,7 @@ def _arrays(arguments: argparse.Namespace, job: Job, draft: Drafter) -> Any:
     """The arrays of the draft's policy."""
     path = arguments.model or bundled_path()
     cache_policy = StepConfig(draft.traits.default_gamma, draft).cache_policy
-    return prepared(with_hashes(cache_policy, Path(path)), job.model, job.tokenizer)
+    return prepared(with_hashes(cache_policy, Path(path) / FOLDER), job.model, job.tokenizer)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,10 @@ SETTINGS = "hashes.json"
 FORMAT = 1
 STORED = np.float16
 FOLDER = "hashes"  # of a model's directory
-
+SAMPLE = 256  # numbers of an embedding that tell models apart
+# The least cosine of two samples of one model: a copy in 4 bits has 0.99, a fine-tuned model too.
+SAME_MODEL = 0.9
+FLOAT32_LIMIT = 2.0**128
 
 Hashes = tuple[Array | None, ...]
 
@@ -45,13 +49,53 @@ def check_hashes(hashes: Hashes, specs: Sequence[LayerSpec]) -> None:
             )
 
 
-def save_hashes(hashes: Hashes, path: str | os.PathLike, training: Mapping[str, Any]) -> None:
+def embedding_sample(model: Any) -> list[float] | None:
+    """Numbers that tell a model apart from others: one channel each of its first tokens.
+
+    None for a model without an attribute ``embedding [V, H]``, and for one whose arrays are spread
+    over several processes.
+    """
+    embedding = getattr(model, "embedding", None)
+    if embedding is None:
+        return None
+    table = embedding.get_value() if hasattr(embedding, "get_value") else embedding
+    if not getattr(table, "is_fully_addressable", True):
+        return None
+    tokens = np.arange(min(SAMPLE, table.shape[0]))
+    values = np.asarray(table[tokens, tokens * 7 % table.shape[1]], np.float32)
+    return [float(f"{x:.4g}") for x in values]
+
+
+def check_model(path: str | os.PathLike, model: Any) -> None:
+    """Raise `ValueError` where the hashes in the directory ``path`` are of another model.
+
+    Hashes that were stored without a sample of their model are not checked.
+    """
+    stored, sample = _read_settings(Path(path) / SETTINGS).embedding, embedding_sample(model)
+    if stored is None or sample is None:
+        return
+    cosine = 0.0
+    if len(stored) == len(sample):
+        norms = math.hypot(*stored) * math.hypot(*sample)
+        dot = sum(x * y for x, y in zip(stored, sample, strict=True))
+        cosine = dot / norms if norms else 1.0
+    if not cosine >= SAME_MODEL:
+        raise ValueError(
+            f"hashes in {path} are of another model: the cosine of its embedding and this model's "
+            f"is {cosine:.2f}, below {SAME_MODEL}; train hashes of this model by `jspec train-hash`"
+        )
+
+
+def save_hashes(
+    hashes: Hashes, path: str | os.PathLike, training: Mapping[str, Any], model: Any = None
+) -> None:
     """Write ``hashes`` as float16 to a new directory, which appears complete or not at all.
 
     Args:
         hashes: ``[K, H, R]`` of each layer, None for a layer without hashes.
         path: the directory, which must not exist.
         training: how they were learned, stored as JSON.
+        model: the model that they are of, whose `embedding_sample` is stored; None stores none.
 
     Raises:
         CheckpointError: ``path`` exists or cannot be written.
@@ -65,6 +109,8 @@ def save_hashes(hashes: Hashes, path: str | os.PathLike, training: Mapping[str, 
         raise ValueError(f"hashes of {sorted(bits)} bits must all have as many, and be some")
     layers = [None if w is None else list(w.shape[:2]) for w in hashes]
     settings = {"format": FORMAT, "bits": bits.pop(), "layers": layers, "made": dict(training)}
+    if (sample := embedding_sample(model)) is not None:
+        settings["embedding"] = sample
     arrays = {
         _name(layer): np.asarray(w).astype(STORED)
         for layer, w in enumerate(hashes)
@@ -87,7 +133,7 @@ def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
         CheckpointError: files are missing, malformed or do not fit together.
     """
     path = bundled_path() / FOLDER if path is None else Path(path)
-    bits, sizes = _read_settings(path / SETTINGS)
+    bits, sizes, _ = _read_settings(path / SETTINGS)
     expected = {_name(layer): (*size, bits) for layer, size in enumerate(sizes) if size is not None}
     saved.check_shapes(path, saved.read_all_shapes(path), expected, SETTINGS)
     where = jnp.zeros(()).sharding
@@ -101,15 +147,22 @@ def load_hashes(path: str | os.PathLike | None = None) -> Hashes:
 
 def bits_of(path: str | os.PathLike) -> int:
     """Bits of a code by the hashes in the directory ``path``; raises as `load_hashes` does."""
-    return _read_settings(Path(path) / SETTINGS)[0]
+    return _read_settings(Path(path) / SETTINGS).bits
 
 
 def _name(layer: int) -> str:
     return f"layers.{layer}"
 
 
-def _read_settings(path: Path) -> tuple[int, list[tuple[int, int] | None]]:
-    """Bits of a code, and KV heads and key size of each layer."""
+class _Settings(NamedTuple):
+    """``bits`` of a code; KV heads and key size of each layer; `embedding_sample`, if stored."""
+
+    bits: int
+    sizes: list[tuple[int, int] | None]
+    embedding: list[float] | None
+
+
+def _read_settings(path: Path) -> _Settings:
     if not path.is_file():
         raise CheckpointError(
             f"{path} is missing: the folder has no hashes; `jspec train-hash --out` writes one"
@@ -118,7 +171,7 @@ def _read_settings(path: Path) -> tuple[int, list[tuple[int, int] | None]]:
     version = fields.values.get("format")
     if version != FORMAT or type(version) is not int:
         raise fields.error(f"format={quoted(version)} is unknown; jspec has {FORMAT}")
-    unknown = sorted(set(fields.values) - {"format", "bits", "layers", "made"})
+    unknown = sorted(set(fields.values) - {"format", "bits", "layers", "made", "embedding"})
     if unknown:
         raise fields.error(f"fields {quoted(unknown)} are unknown; the file is of a newer jspec")
     bits = fields.integer("bits")
@@ -131,7 +184,18 @@ def _read_settings(path: Path) -> tuple[int, list[tuple[int, int] | None]]:
         raise fields.error(
             f"layers={quoted(layers)} must hold [KV heads, key size] or null, not null alone"
         )
-    return bits, [None if layer is None else (layer[0], layer[1]) for layer in layers]
+    embedding = fields.values.get("embedding")
+    if embedding is not None and not _is_sample(embedding):
+        raise fields.error(f"embedding={quoted(embedding)} must be at most {SAMPLE} finite numbers")
+    return _Settings(
+        bits, [None if layer is None else (layer[0], layer[1]) for layer in layers], embedding
+    )
+
+
+def _is_sample(value: Any) -> bool:
+    if not isinstance(value, list) or not 1 <= len(value) <= SAMPLE:
+        return False
+    return all(type(x) in (int, float) and abs(x) < FLOAT32_LIMIT for x in value)
 
 
 def _is_size(value: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from jspec.cache import Cache, LinearLayout
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.dispatch import named_backend
-from jspec.models.hashes import FOLDER, Hashes, bits_of, check_hashes, load_hashes
+from jspec.models.hashes import Hashes, bits_of, check_hashes, check_model, load_hashes
 from jspec.ops.attention.hashed import PARTS, hash_attention
 from jspec.ops.hash import BITS, hamming_scores, hash_encode
 from jspec.ops.hash_selection import hash_select
@@ -61,12 +60,12 @@ class Hata(ScoredPolicy):
         """Matrices of each layer, float32 ``[K, H, bits]``."""
         specs = model.config.layers
         if self.hashes:
-            return self._trained(specs)
+            return self._trained(model)
         rng = np.random.default_rng(self.seed)
         shapes = [(spec.kv_heads, spec.key_size, self.bits) for spec in specs]
         return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
 
-    def _trained(self, specs: Sequence[LayerSpec]) -> Hashes:
+    def _trained(self, model: Model) -> Hashes:
         trained_bits = bits_of(self.hashes)
         if trained_bits != self.bits:
             raise ValueError(
@@ -74,7 +73,8 @@ class Hata(ScoredPolicy):
                 f"bits={trained_bits}, or train others by `jspec train-hash --bits {self.bits}`"
             )
         hashes = load_hashes(self.hashes)
-        check_hashes(hashes, specs)
+        check_hashes(hashes, model.config.layers)
+        check_model(self.hashes, model)
         return hashes
 
     def encoder(self, policy_params: Any, layer: int) -> Encoder:
@@ -138,12 +138,11 @@ class Hata(ScoredPolicy):
         return TokenAttention(out, lse, Selection(selected, num_layers=self.every), cache)
 
 
-def with_hashes(policy: Policy, model: Path) -> Policy:
-    """``policy`` with the trained hashes of a model's directory, where it is `Hata` and names none.
+def with_hashes(policy: Policy, folder: Path) -> Policy:
+    """``policy`` with the trained hashes in ``folder``, where it is `Hata` and names none.
 
-    They are in its folder ``hashes``, and must have as many bits as the policy.
+    It is unchanged where there is no such folder, or its hashes have other bits than the policy.
     """
-    folder = model / FOLDER
     if not isinstance(policy, Hata) or policy.hashes or not folder.is_dir():
         return policy
     if bits_of(folder) != policy.bits:

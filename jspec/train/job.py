@@ -52,11 +52,13 @@ class Layer(NamedTuple):
         weights: float32 ``[K, H, R]`` by loss variant.
         loss: terms of each step by loss variant.
         axes: float32 ``[K, H, H]``, principal axes of the keys, for the report.
+        center: float32 ``[K, H]``, mean of the keys, for the report.
     """
 
     weights: dict[str, np.ndarray]
     loss: dict[str, Loss]
     axes: np.ndarray
+    center: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +237,8 @@ def _layer(job: Job, layer: int) -> Layer:
         samples = _samples(job, layer)
         spec = job.model.config.layers[layer]
         first = first_weights(spec.kv_heads, spec.key_size, job.settings, layer)
-        axes = principal_axes(np.concatenate([keys for *_, keys in samples]))
-        arrays: dict[str, Any] = {"axes": axes}
+        keys = np.concatenate([keys for *_, keys in samples]).astype(np.float32)
+        arrays: dict[str, Any] = {"axes": principal_axes(keys), "center": keys.mean(axis=0)}
         for variant in job.variants:
             settings = dataclasses.replace(job.settings, variant=variant)
             learned = _learned(first, samples, spec, settings)
@@ -254,7 +256,8 @@ def _layer(job: Job, layer: int) -> Layer:
             v: {n[len(v) + 1 :]: stored[n] for n in stored if n.startswith(f"{v}.")}
             for v in job.variants
         }
-        return Layer({v: stored[v] for v in job.variants}, loss, stored["axes"])
+        weights = {v: stored[v] for v in job.variants}
+        return Layer(weights, loss, stored["axes"], stored["center"])
 
 
 Sample = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -334,6 +337,7 @@ def _quality_of_text(
             prefilled.keys(layer),
             hashes,
             learned.axes,
+            learned.center,
         )
         for name, values in jax.device_get(compare(*arrays, spec)).items():
             rows.setdefault(name, []).append(values)
@@ -348,7 +352,7 @@ def _write(job: Job, learned_layers: list[Layer], report: dict[str, Any]) -> Non
     for layer, learned in zip(job.layers, learned_layers, strict=True):
         hashes[layer] = learned.weights[job.settings.variant]
     training = {"pairs": report["pairs"], "settings": job.settings.used}
-    save_hashes(tuple(hashes), done, training)
+    save_hashes(tuple(hashes), done, training, job.model)
     (done / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     curves = {v: [_curve(learned.loss[v]) for learned in learned_layers] for v in job.variants}
     (done / "curve.json").write_text(json.dumps(curves) + "\n")

@@ -3,7 +3,7 @@
 Each method scores the keys for a group of query heads, and the best keys within a budget are
 selected. The exact score is the sum of ``q . k`` over the group. Loki (Singhania et al. 2024)
 scores by the first principal axes of the keys, Quest (Tang et al. 2024) by a bound from the
-smallest and largest key of each page.
+smallest and largest key of each page, MagicPIG (Chen et al. 2024) by collisions in hash tables.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.config import LayerSpec
+from jspec.ops.collisions import bucket_codes, collision_scores
 from jspec.ops.hash import hamming_scores, hash_encode
 from jspec.typing import Array
 
 BUDGETS = (64, 32)  # one in so many of the keys that a query may read: 1.56 % and 3.1 %
 KEY_BYTES = 2  # of a key's channel in a cache of bfloat16
+BUCKET_BITS = 4  # of a table of MagicPIG
 
 
 class SelectionQuality(NamedTuple):
@@ -40,7 +42,7 @@ class SelectionQuality(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rivals:
-    """Sizes at which Loki and Quest read as many bytes of a key as a code of ``bits``.
+    """Sizes at which other methods read as many bytes of a key as a code of ``bits``.
 
     Attributes:
         bits: bits of a code.
@@ -48,6 +50,7 @@ class Rivals:
         nbytes: bytes read for each key.
         channels: bfloat16 channels of Loki.
         page: tokens of a page of Quest, which reads two bfloat16 bounds a channel and page.
+        tables: hash tables of MagicPIG, of `BUCKET_BITS` each.
     """
 
     bits: int
@@ -64,6 +67,10 @@ class Rivals:
     @property
     def page(self) -> int:
         return max(1, 2 * KEY_BYTES * self.key_size * 8 // self.bits)
+
+    @property
+    def tables(self) -> int:
+        return self.bits // BUCKET_BITS
 
 
 def hash_scores(q: Array, k: Array, w: Array) -> Array:
@@ -95,6 +102,19 @@ def channel_scores(q: Array, k: Array, axes: Array, channels: int) -> Array:
     return exact_scores(
         jnp.einsum("mkgh,khc->mkgc", q, first), jnp.einsum("skh,khc->skc", k, first)
     )
+
+
+def table_scores(q: Array, k: Array, center: Array, tables: int) -> Array:
+    """MagicPIG: in how many hash tables a key, less ``center [K, H]``, collides with the queries.
+
+    float32 ``[M, K, S]``; -1 where no query of a group collides twice.
+    """
+    shape = (q.shape[-1], tables * BUCKET_BITS)
+    projections = jax.random.normal(jax.random.key(0), shape, jnp.float32)
+    q_codes = bucket_codes(q.reshape(len(q), 1, -1, q.shape[-1]), projections, tables)
+    k_codes = bucket_codes((k - center[None])[None], projections, tables)
+    k_codes = jnp.broadcast_to(k_codes, (len(q), *k_codes.shape[1:]))
+    return collision_scores(q_codes, k_codes, tables).astype(jnp.float32)
 
 
 def page_scores(q: Array, k: Array, readable: Array, page: int) -> Array:
@@ -148,6 +168,7 @@ def compare(
     keys: Array,
     hashes: Mapping[str, Array],
     axes: Array,
+    center: Array,
     spec: LayerSpec,
 ) -> dict[str, list[SelectionQuality]]:
     """Compare the selections of all methods in one layer.
@@ -158,6 +179,7 @@ def compare(
         keys: ``[S, K, H]``.
         hashes: float32 ``[K, H, R]`` by name of the method.
         axes: float32 ``[K, H, H]``, the principal axes for Loki.
+        center: float32 ``[K, H]``, the mean of keys for MagicPIG.
         spec: the layer.
 
     Returns:
@@ -173,6 +195,7 @@ def compare(
         "exact": exact_scores(q, k),
         "loki": channel_scores(q, k, axes, sizes.channels),
         "quest": page_scores(q, k, readable, sizes.page)[:, :, : len(k)],
+        "magicpig": table_scores(q, k, center, sizes.tables),
     }
     weights = attention_weights(q, k, readable, spec)
     orders = {name: ranks(values, readable) for name, values in scores.items()}

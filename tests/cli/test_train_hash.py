@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_json_says_what_was_saved_and_where(model, texts, tmp_path, capsys):
     assert printed["environment"]["platform"] == "cpu"
     names = {row["name"] for row in printed["methods"]}
     hashes = {"hata-attention", "hata-paper", "hata-authors"}
-    assert names == hashes | {"exact", "random", "loki", "quest"}
+    assert names == hashes | {"exact", "random", "loki", "quest", "magicpig"}
     hashes = jspec.load_hashes(out)
     specs = jspec.load_model(model).config.layers
     assert [w.shape for w in hashes] == [(s.kv_heads, s.key_size, 64) for s in specs]
@@ -83,6 +84,62 @@ def test_pieces_are_no_longer_than_asked_and_open_as_a_text_does(tmp_path):
     assert b"".join(bytes(piece[1:]) for piece in pieces) == path.read_bytes()
 
 
+def test_a_folder_is_one_text_without_tests_and_what_is_no_text(tmp_path):
+    _, tokenizer = jspec.load_bundled()
+    for name in (
+        "b.py",
+        "a.txt",
+        "c.bin",
+        "tests/d.py",
+        "site-packages/e.py",
+        ".git/f.md",
+        "g/h.md",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name * 10)
+    (text,) = train_hash._texts([str(tmp_path)], tokenizer, 4096, "--data")
+    assert tokenizer.decode(text[1:]) == "".join(10 * name for name in ("a.txt", "b.py", "g/h.md"))
+
+
+def test_python_s_library_is_learned_from_where_no_text_is_named(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def texts_of(names, tokenizer, length, option):
+        asked.append((names, option))
+        return [list(range(20 + index)) for index in range(100)]
+
+    def learn(job, on_progress):
+        asked.append(job)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(train_hash, "_texts", texts_of)
+    monkeypatch.setattr(train_hash, "learn_hashes", learn)
+    assert main(["train-hash", "--out", str(tmp_path / "out"), "--no-compile-cache"]) == 2
+    assert main(["train-hash", "--out", "out", "--held-out", "x", "--no-compile-cache"]) == 2
+    library = ([sysconfig.get_path("stdlib")], "--data")
+    assert asked[:3:2] == [library] * 2
+    assert asked[3] == (["x"], "--held-out")
+    learned, held_out = asked[1].texts
+    assert (len(learned), len(held_out)) == (90, 10)
+    assert not {len(text) for text in learned} & {len(text) for text in held_out}
+    assert len(asked[4].texts.held_out) == train_hash.REPORT_TEXTS
+
+
+def test_a_run_stops_in_time_and_goes_on(model, texts, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "hashes"
+    monkeypatch.setattr(train_hash, "LINE_SECONDS", 0)
+    assert run(model, texts, out, "--minutes", "1e-9", "--json") == train_hash.STOPPED
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert "stopped after 1e-09 minutes; the same command goes on from there" in captured.err
+    assert not out.exists()
+    assert run(model, texts, out, "--minutes", "60", "--json") == 0
+    err = capsys.readouterr().err
+    assert "learn layers: 1 of 2\n" in err
+    assert "compare: 1 of 1\n" in err
+    assert out.exists()
+
+
 def test_texts_are_read_until_there_are_enough_pairs():
     texts = [[0] * 100 for _ in range(9)]
     assert len(train_hash._enough(texts, 300, 0)) == 4
@@ -97,6 +154,7 @@ def test_texts_are_read_until_there_are_enough_pairs():
         (["--pairs", "0"], "--pairs 0 must be at least 1"),
         (["--step-pairs", "0"], "--step-pairs 0 must be at least 1"),
         (["--epochs", "0"], "epochs=0 must be a whole number of at least 1"),
+        (["--minutes", "0"], "--minutes 0 must be above 0"),
         (["--seed", "-1"], "--seed -1 must be in [0, 2**32)"),
         (["--length", "5"], "--length 5 must be from 16 to the model's context of "),
         (["--length", "10000000"], "--length 10000000 must be from 16 to"),

@@ -2,14 +2,16 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jspec
 from jspec import CheckpointError, LayerSpec, load_hashes
 from jspec.models.bundled import bundled_path
-from jspec.models.hashes import check_hashes, save_hashes
+from jspec.models.hashes import check_hashes, check_model, embedding_sample, save_hashes
 
 
 def made(bits=32):
@@ -51,6 +53,7 @@ def test_hashes_of_different_bits_are_not_written(tmp_path):
     [
         ({"format": 2}, "format=2 is unknown; jspec has 1"),
         ({"format": True}, "format=True is unknown"),
+        ({"embedding": [1.0, "x"]}, r"embedding=.* must be at most 256 finite numbers"),
         ({"centred": True}, r"fields \['centred'\] are unknown; the file is of a newer jspec"),
         ({"bits": 31}, "bits=31 must be one of 32, 64, 128, 256"),
         ({"bits": "32"}, "bits='32' must be a positive integer"),
@@ -112,3 +115,27 @@ def test_the_card_of_the_bundled_model_has_the_figures_of_its_report():
         figures = [f"{x:.3f}" for pair in pairs for x in pair]
         assert f"| {row['name']} | {row['bytes']:g} | {' | '.join(figures)} |" in card
     assert f"{report['pairs']:,} pairs of {report['texts']} texts" in card
+
+
+def test_the_weights_tell_models_apart(tmp_path):
+    def model(seed):
+        rng = np.random.default_rng(seed)
+        return SimpleNamespace(embedding=jnp.asarray(rng.standard_normal((300, 24)), jnp.bfloat16))
+
+    one, other = model(0), model(1)
+    save_hashes(made(), tmp_path / "hashes", {}, one)
+    assert len(load_hashes(tmp_path / "hashes")) == 3
+    # In another precision, fine-tuned a little, or with a padded vocabulary it is the same model.
+    table = np.asarray(one.embedding, np.float32)
+    noise = 0.1 * np.random.default_rng(2).standard_normal(table.shape)
+    for same in (table, table + noise, np.pad(table, ((0, 20), (0, 0)))):
+        check_model(tmp_path / "hashes", SimpleNamespace(embedding=same))
+    with pytest.raises(ValueError, match=r"are of another model: the cosine .* is -?0\.[01]"):
+        check_model(tmp_path / "hashes", other)
+    with pytest.raises(ValueError, match="are of another model"):
+        check_model(tmp_path / "hashes", SimpleNamespace(embedding=table[:20]))
+    # What has no embedding cannot be compared, nor hashes that were stored without a sample.
+    check_model(tmp_path / "hashes", SimpleNamespace())
+    save_hashes(made(), tmp_path / "plain", {})
+    check_model(tmp_path / "plain", one)
+    assert embedding_sample(jspec.load_bundled()[0]) is not None

@@ -48,11 +48,11 @@ def test_hashes_that_do_not_fit_are_refused(model, bits, specs, message):
 
 def test_the_hashes_of_a_model_serve_where_none_are_named(model):
     named = Hata(bits=32, hashes=str(model / "hashes"))
-    assert with_hashes(Hata(bits=32), model) == named
+    assert with_hashes(Hata(bits=32), model / "hashes") == named
     for policy in (Hata(bits=64), Hata(bits=32, hashes="other"), ExactTopK()):
-        assert with_hashes(policy, model) == policy
+        assert with_hashes(policy, model / "hashes") == policy
     shutil.rmtree(model / "hashes")
-    assert with_hashes(Hata(bits=32), model) == Hata(bits=32)
+    assert with_hashes(Hata(bits=32), model / "hashes") == Hata(bits=32)
 
 
 def test_the_bundled_model_drafts_by_the_hashes_of_its_folder():

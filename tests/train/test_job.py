@@ -41,7 +41,7 @@ def test_a_run_writes_hashes_loss_and_report_and_nothing_else(job):
     assert made["pairs"] == report["pairs"] == sum(first)
     assert HashTraining(**made["settings"]) == SETTINGS
     methods = {row["name"]: row for row in report["methods"]}
-    assert set(methods) == {"exact", "hata-paper", "random", "loki", "quest"}
+    assert set(methods) == {"exact", "hata-paper", "random", "loki", "quest", "magicpig"}
     assert methods["exact"]["recall"] == [1, 1]
     assert all(0 <= x <= 1 for row in methods.values() for x in (*row["recall"], *row["mass"]))
     assert all(row["mass"][0] <= methods["exact"]["mass"][0] + 1e-6 for row in methods.values())

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from jspec import LayerSpec
-from jspec.train.recall import BUDGETS, Rivals, compare, page_scores, principal_axes, ranks
+from jspec.train.recall import (
+    BUCKET_BITS,
+    BUDGETS,
+    Rivals,
+    compare,
+    page_scores,
+    principal_axes,
+    ranks,
+)
 
 SPEC = LayerSpec(2, 16, 16)
 POSITIONS = np.array([199, 130, 64])
@@ -18,12 +26,12 @@ def data():
     keys[:200] = rng.standard_normal((200, 2, 16))
     queries = rng.standard_normal((3, 6, 16), np.float32)
     hashes = {"some": rng.standard_normal((2, 16, 32), np.float32)}
-    return queries, keys, hashes, principal_axes(keys[:200])
+    return queries, keys, hashes, principal_axes(keys[:200]), keys[:200].mean(axis=0) + 0.3
 
 
 def brute(data, name, budget):
     """Recall and mass of a method, one query, KV head and key after another."""
-    queries, keys, hashes, axes = data
+    queries, keys, hashes, axes, center = data
     recalls, masses = [], []
     for query, position in zip(queries, POSITIONS, strict=True):
         count = position + 1
@@ -36,6 +44,16 @@ def brute(data, name, budget):
             elif name == "loki":
                 first = axes[head][:, : Rivals(32, 16).channels]
                 scores = ((head_keys @ first) @ (group @ first).T).sum(axis=1)
+            elif name == "magicpig":
+                tables = Rivals(32, 16).tables
+                random = np.asarray(jax.random.normal(jax.random.key(0), (16, tables, BUCKET_BITS)))
+                buckets = [
+                    np.einsum("nh,htb->ntb", x, random) > 0
+                    for x in (head_keys - center[head], group)
+                ]
+                collisions = (buckets[0][:, None] == buckets[1][None]).all(axis=3).sum(axis=2)
+                found = np.where(collisions >= 2, collisions, 0).sum(axis=1)
+                scores = np.where(found > 0, found, -1)
             elif name == "quest":
                 scores = np.empty(count)
                 for begin in range(0, count, Rivals(32, 16).page):
@@ -56,10 +74,10 @@ def brute(data, name, budget):
     return np.mean(recalls), np.mean(masses)
 
 
-@pytest.mark.parametrize("name", ["some", "exact", "loki", "quest"])
+@pytest.mark.parametrize("name", ["some", "exact", "loki", "quest", "magicpig"])
 def test_compare_is_brute_force(data, name):
-    queries, keys, hashes, axes = data
-    result = jax.device_get(compare(queries, POSITIONS, keys, hashes, axes, SPEC))[name]
+    queries, keys, *others = data
+    result = jax.device_get(compare(queries, POSITIONS, keys, *others, SPEC))[name]
     for budget, remaining in zip(BUDGETS, result, strict=True):
         np.testing.assert_allclose(remaining, brute(data, name, budget), rtol=1e-5)
 
@@ -87,4 +105,5 @@ def test_rivals_read_as_many_bytes():
     for bits, channels, page in ((128, 8, 32), (32, 2, 128), (256, 16, 16)):
         sizes = Rivals(bits, 128)
         assert (sizes.channels, sizes.page) == (channels, page)
+        assert sizes.tables * BUCKET_BITS == bits
         assert 2 * sizes.channels == 2 * 2 * 128 / sizes.page == sizes.nbytes
