@@ -35,7 +35,13 @@ DEFAULT: Case = {
     "cache": "bfloat16",
     "lengths": "full",
 }
-CHOICES = {"cache": CACHES, "lengths": ("full", "ragged"), "indices": ("shared", "per-head")}
+# Table 2 of Yue et al. 2026: a selection in runs of so many slots, by their name.
+PAGES = {f"pages-{size}": size for size in (2, 4, 8, 16)}
+CHOICES = {
+    "cache": CACHES,
+    "lengths": ("full", "ragged"),
+    "indices": ("shared", "per-head", *PAGES),
+}
 
 
 def attention_setup(case: Case) -> Setup:
@@ -79,17 +85,23 @@ class Selected:
 
 
 def selected_inputs(case: Mapping[str, Any]) -> Selected:
-    """A selection in random order; values not selected, and the last selected one, are large."""
+    """A selection in random order; values not selected, and the last selected one, are large.
+
+    Pages are in random order, the slots of a page one after another.
+    """
     batch, slots, tokens, count = case["B"], case["S"], case["T"], case["n"]
     lists = heads(case)[1] if case["indices"] == "per-head" else 1
+    page = PAGES.get(case["indices"], 1)
     rng = np.random.default_rng([workload.SEED, batch, slots, count])
-    drawn = [rng.choice(slots - tokens, count, replace=False) for _ in range(batch * lists)]
-    selected = np.array(drawn, np.int32).reshape(batch, lists, count)
+    pages, chosen = (slots - tokens) // page, count // page
+    drawn = [rng.choice(pages, chosen, replace=False) for _ in range(batch * lists)]
+    slots_of = page * np.array(drawn, np.int32)[..., None] + np.arange(page, dtype=np.int32)
+    selected = slots_of.reshape(batch, lists, count)
     large = np.ones((batch, lists, slots), bool)
     np.put_along_axis(large, selected[..., :-1], False, axis=2)
     q, k, v = random_cache(case, np.swapaxes(large, 1, 2), np.full(batch, count + tokens))
     newest = np.broadcast_to(np.arange(slots - tokens, slots, dtype=np.int32), (batch, tokens))
-    if case["indices"] == "shared":
+    if case["indices"] != "per-head":
         selected = selected[:, 0]
     context_len = np.full(batch, slots - tokens, np.int32)
     return Selected(q, k, v, *map(jnp.asarray, (newest, selected, newest, context_len)))
@@ -167,6 +179,9 @@ def checked(case: Case) -> Case:
         raise ValueError(f"T={case['T']} must be at most {shortest}, the shortest row's slots")
     if case.get("n", 0) + case["T"] > case["S"]:
         raise ValueError(f"n={case['n']} and T={case['T']} must fit into S={case['S']}")
+    page = PAGES.get(case.get("indices", ""), 1)
+    if case.get("n", 0) % page:
+        raise ValueError(f"n={case['n']} must be a multiple of {page} for {case['indices']}")
     return case
 
 
@@ -240,6 +255,8 @@ SUITE = suite_of(
         gpu=[
             *("", "T=10", "S=32K,n=512,heads=32/32,indices=per-head", "S=32K,n=2K"),
             *SMALL_SELECTIONS,
+            *product(B=(16,), indices=("shared", *PAGES), heads=("32/8",)),
+            *product(B=(16,), indices=("shared", *PAGES), heads=("64/8",), H=(64,)),
             "cache=float8_e4m3fn",
         ],
         quick=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head"],

@@ -89,7 +89,7 @@ def _decode_step(row: Row, *, reads: bool) -> Row:
 
 def _iteration(row: Row) -> Row:
     is_exact = row["name"].endswith("-exact")
-    case = _without(row["case"], "draft") | {"exact": "yes" if is_exact else "no"}
+    case = _without(row["case"], "draft") | {"percent": 7, "exact": "yes" if is_exact else "no"}
     new = {"operation": "draft", "case": case, "name": row["name"].removesuffix("-exact")}
     rest = _renamed(_without(row, *new), tokens_per_iteration="tokens")
     if "setting" in rest:

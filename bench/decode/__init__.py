@@ -28,7 +28,7 @@ from bench.decode.check import LAYERS, first_selecting
 from bench.decode.iterations import Iteration
 from bench.decode.shapes import drawn
 from bench.decode.states import NoisyDraft, NoisyPadding
-from bench.drafters import ALL, BACKENDS, STEP_SAMPLING, preferring
+from bench.drafters import ALL, BACKENDS, STEP_SAMPLING, drafts, preferring
 from bench.point import Row, row, spread
 from bench.policies import NAMES, arrays_of, policies
 from bench.program import Absent
@@ -47,6 +47,7 @@ from jspec.policies import Policy, ScoredPolicy
 STEPS, CPU_STEPS = 8, 1  # of a chunk
 SHARE = 64  # a policy selects one in 64 tokens of the context: 1.56 %
 LEAST = 128  # selected tokens at least, as policies with pages need
+PERCENT = 7  # of the context, which sparse drafters read
 DENSE_LAYERS = 2  # first layers, in which a policy does not select
 PLAIN, ALONE = "plain", "verification"
 CHAIN, TREE = "chain", "tree"  # what T - 1 draft tokens are
@@ -153,7 +154,8 @@ def draft_config(case: Case, name: str) -> StepConfig:
     exact, gamma = case["exact"] == "yes", case["gamma"]
     if name in (PLAIN, ALONE):
         return StepConfig(0 if name == PLAIN else gamma, NoisyPadding(), exact=exact)
-    return StepConfig(gamma, named_draft(ALL[name]), exact=exact)
+    text = drafts(case.get("percent", PERCENT) / 100)[name]
+    return StepConfig(gamma, named_draft(text), exact=exact)
 
 
 def backend_config(case: Case, name: str) -> StepConfig:
@@ -193,7 +195,15 @@ PASS = benchmark_of(
 )
 DRAFT = benchmark_of(
     *("draft", draft_config, (PLAIN, ALONE, *DRAFTS), (PLAIN, ALONE, *USUAL)),
-    default={"model": "qwen3-8b", "layers": 0, "B": 4, "S": 122880, "gamma": 9, "exact": "no"},
+    default={
+        "model": "qwen3-8b",
+        "layers": 0,
+        "B": 4,
+        "S": 122880,
+        "gamma": 9,
+        "percent": PERCENT,
+        "exact": "no",
+    },
     choices=CHOICES,
     gpu=[
         *("B=4,S=120K", "model=gpt-oss-20b-attention,B=20,gamma=7", "B=64,S=8K,gamma=6"),

@@ -21,6 +21,7 @@ from jspec.ops.attention.gathered import GATHERED
 DENSE = SUITES["attention"].case("B=3,S=96,heads=4/2,H=16,T=3,lengths=ragged")[1]
 SHARED = SUITES["attention"].case("op=gathered_attention,B=2,S=96,n=20,heads=4/2,H=16,T=3")[1]
 PER_HEAD = SHARED | {"indices": "per-head"}
+PAGES = SHARED | {"indices": "pages-4"}
 
 
 def gathered(case, counts=None, change=lambda slots: slots):
@@ -73,12 +74,18 @@ def test_the_check_of_a_selection_is_attention_over_it(case, change, right):
     assert caches.Check(*reference(GATHERED, data.arguments, **static)).output(out) == right
 
 
-@pytest.mark.parametrize("case", [SHARED, PER_HEAD], ids=["shared", "per-head"])
+@pytest.mark.parametrize("case", [SHARED, PER_HEAD, PAGES], ids=["shared", "per-head", "pages"])
 def test_a_selection_has_each_slot_once_and_none_of_the_newest(case):
     data = attention.selected_inputs(case)
     selected = np.asarray(data.selected).reshape(-1, case["n"])
     assert all(len(set(x)) == case["n"] for x in selected.tolist())
     assert selected.max() < data.context_len[0] == 93
+    if case is PAGES:
+        pages = selected.reshape(2, 5, 4)
+        assert not (pages[..., 0] % 4).any()
+        assert (np.diff(pages) == 1).all()
+        with pytest.raises(ValueError, match="n=20 must be a multiple of 8 for pages-8"):
+            attention.checked(case | {"indices": "pages-8"})
 
 
 @pytest.mark.parametrize("case", [SHARED, PER_HEAD], ids=["shared", "per-head"])

@@ -522,6 +522,13 @@ def test_imposed_tokens_are_those_of_draws():
     assert "acceptance" not in plain
 
 
+def test_sparse_drafters_read_the_share_of_a_case():
+    for text, share in (("S=2K", 0.07), ("S=2K,percent=15", 0.15)):
+        case = DRAFT.case(text)
+        assert draft_config(case, "vegas-first").draft.policy.budget == share
+        assert draft_config(case, "streaming").draft.policy.window == share
+
+
 def test_quantised_drafts_of_one_kind_read_the_same_copy():
     case = DRAFT.case("gamma=3")
     model, copies = shapes.random_model(ONE), {}
