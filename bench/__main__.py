@@ -39,7 +39,7 @@ from bench import (
     show,
     verify,
 )
-from bench.drafters import BY_A_MODEL
+from bench.drafters import BY_A_MODEL, BY_HASHES, LOSSY
 from bench.helix import shapes
 from bench.machine import describe
 from bench.settings import Settings, console
@@ -109,7 +109,7 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
     _check_cases(parser, asked.case, names)
     cases = tuple(asked.case)
     resume = asked.json if asked.resume else None
-    settings = Settings(asked.quick, only, cases, model, resume, asked.draft_model)
+    settings = Settings(asked.quick, only, cases, model, resume, asked.draft_model, asked.hashes)
     if asked.json:
         _check_writable(parser, "--json", [_file(asked.json, name, asked) for name in names])
     good = True
@@ -132,7 +132,12 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path | None:
     """The path of the model for the suites that take one, None for the bundled one."""
     if asked.suite != real.SUITE.name:
-        for option, value in {"--resume": asked.resume, "--draft-model": asked.draft_model}.items():
+        options = {
+            "--resume": asked.resume,
+            "--draft-model": asked.draft_model,
+            "--hashes": asked.hashes,
+        }
+        for option, value in options.items():
             if value:
                 parser.error(f"{option} does not apply to {asked.suite}, only to {real.SUITE.name}")
         only_trees = asked.case and all("op=trees" in case.split(",") for case in asked.case)
@@ -144,9 +149,15 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
         parser.error("real needs --model, a GGUF file or a model directory")
     elif asked.draft_model is None and (needs := sorted({*asked.backend} & {*BY_A_MODEL})):
         parser.error(f"--backend {needs[0]} drafts with a second model; name it by --draft-model")
+    elif asked.hashes is None and (needs := sorted({*asked.backend} & {*BY_HASHES, *LOSSY})):
+        parser.error(
+            f"--backend {needs[0]} needs trained hashes of the model; name those that `jspec "
+            "train-hash` wrote by --hashes"
+        )
     if asked.resume and not asked.json:
         parser.error("--resume needs --json, the result to continue")
-    for option, path in (("--model", asked.model), ("--draft-model", asked.draft_model)):
+    paths = {"--model": asked.model, "--draft-model": asked.draft_model, "--hashes": asked.hashes}
+    for option, path in paths.items():
         if path is not None and not path.exists():
             parser.error(f"{option} {path} does not exist")
     return asked.model
@@ -206,6 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--draft-model", metavar="FILE", type=Path, help="real: a second model, to draft for it"
+    )
+    parser.add_argument(
+        "--hashes", metavar="DIR", type=Path, help="real: hashes of the model by jspec train-hash"
     )
     return parser
 

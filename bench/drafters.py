@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jspec
+from jspec.policies import named_policy
 
 RATIO = 0.07  # of the context, which sparse drafters read
 PLAIN = "none"
@@ -44,6 +45,12 @@ def drafts(ratio: float = RATIO) -> dict[str, str]:
 ALL = drafts()
 # Drafters by a second model, which the suite `real` takes by ``--draft-model``.
 BY_A_MODEL = {"model": "model", "model>vegas": f"model > {ALL['vegas']}"}
+# Drafters by trained hashes, and the lossy policy, which the suite `real` takes by ``--hashes``.
+BY_HASHES = {
+    "hata": f"hata:budget={RATIO},dense_layers=0",
+    "vegas-refresh": f"{ALL['vegas']},refresh=2,ahead=1",
+}
+LOSSY = {"hata-lossy": f"hata:budget={RATIO}"}
 FEW = (PLAIN, "ngram", "suffix", "vegas")  # everywhere; the others at headline cells alone
 
 DEFAULT_BACKENDS = "default"  # the measured orders of `jspec.tuned`
@@ -79,11 +86,15 @@ class Drafting:
 
     @classmethod
     def of(cls, name: str, gamma: int, exact: bool, backends: str = DEFAULT_BACKENDS) -> Drafting:
-        """The drafter of a name in `ALL` or `BY_A_MODEL`.
+        """The drafter of a name in `ALL`, `BY_A_MODEL` or `BY_HASHES`, or the policy in `LOSSY`.
 
         Its steps prefer ``backends``, one of `BACKENDS`.
         """
-        text = (ALL | BY_A_MODEL)[name]
+        if name in LOSSY:
+            target = named_policy(LOSSY[name])
+            config = jspec.StepConfig(0, jspec.NoDraft(), preferring(backends), target)
+            return cls(name, config)
+        text = (ALL | BY_A_MODEL | BY_HASHES)[name]
         draft, gamma = jspec.named_draft(text), 0 if name == PLAIN else gamma
         return cls(name, jspec.StepConfig(gamma, draft, preferring(backends), exact=exact))
 
@@ -94,14 +105,14 @@ def params_of(sampling: str, new: int, rows: int) -> list[jspec.SamplingParams]:
     return [jspec.SamplingParams(max_new_tokens=new, seed=row, **settings) for row in range(rows)]
 
 
-def drafter_names(cells: str, only: Sequence[str], *, by_a_model: bool = False) -> list[str]:
+def drafter_names(cells: str, only: Sequence[str], others: Iterable[str] = ()) -> list[str]:
     """The drafters of a cell: ``few`` or ``all``, of which ``only`` names some, if any.
 
-    ``by_a_model``: whether there is a draft model, and so those of `BY_A_MODEL` too. Plain decoding
-    is always first, as all others are compared with it in the same run.
+    ``others``: those that need something, as those of `BY_A_MODEL` do, where it is there. Plain
+    decoding is always first, as all others are compared with it in the same run.
     """
     return [
         name
-        for name in [*(FEW if cells == "few" else ALL), *(BY_A_MODEL if by_a_model else ())]
+        for name in [*(FEW if cells == "few" else ALL), *others]
         if name == PLAIN or not only or name in only
     ]

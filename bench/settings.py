@@ -22,7 +22,8 @@ class Settings:
 
     ``quick``: fewer and smaller cases. ``only``: the names of the backends and rivals to run, empty
     for all. ``cases``: cases to run instead of the suite's defaults, as text. ``model``,
-    ``draft_model`` and ``resume``: the models and the earlier result of the suite `real`.
+    ``draft_model``, ``hashes`` and ``resume``: the models, the folder of trained hashes and the
+    earlier result of the suite `real`.
     """
 
     quick: bool = False
@@ -31,6 +32,7 @@ class Settings:
     model: Path | None = None
     resume: Path | None = None
     draft_model: Path | None = None
+    hashes: Path | None = None
 
     def wants(self, name: str) -> bool:
         return not self.only or name in self.only

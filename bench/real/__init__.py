@@ -3,7 +3,8 @@
 ``--model`` is a GGUF file or a model directory with a chat template. Prompts are long texts that
 every machine has, with a question in the model's chat template (`bench.real.texts`). Every batch is
 prefilled once, and every drafter starts from there. Greedy answers must be those of plain decoding
-but for near ties; sampled ones about as likely. Two speeds: *steady*, tokens per second while all
+but for near ties; sampled ones about as likely; those of a lossy policy are compared with plain
+decoding's, and are not checked. Two speeds: *steady*, tokens per second while all
 rows decode, at the acceptance of the answers that do not repeat themselves; *batch*, all tokens
 over the time of `jspec.generate`, whose end is that of the slowest row. Rivals run where
 ``--backend`` names them.
@@ -25,7 +26,9 @@ from bench.drafters import (
     ALL,
     BACKENDS,
     BY_A_MODEL,
+    BY_HASHES,
     DEFAULT_BACKENDS,
+    LOSSY,
     PLAIN,
     SAMPLING,
     Drafting,
@@ -40,6 +43,7 @@ from bench.settings import Settings, bar
 from bench.suite import Suite
 from jspec.cli.compile_cache import keep_programs
 from jspec.models.draft_model import load_draft_model
+from jspec.policies import Hata
 
 # S: tokens of the longest prompt; new: of an answer at most; drafts: `few` everywhere, `all` at
 # headline cells; backends: what the operations of a step prefer.
@@ -117,7 +121,9 @@ def run(settings: Settings) -> dict[str, Any]:
         model, second = jspec.load_model(settings.model), None
         if settings.draft_model is not None:
             second = load_draft_model(settings.draft_model, tokenizer)
-    except jspec.CheckpointError as error:
+        if settings.hashes is not None:
+            Hata(hashes=str(settings.hashes)).prepare(model, None)  # checks that they fit
+    except (jspec.CheckpointError, ValueError) as error:
         raise Refused(str(error)) from None
     limits = ceilings.measured()
     return {
@@ -128,6 +134,7 @@ def run(settings: Settings) -> dict[str, Any]:
             "dtype": str(model.dtype),
         },
         "draft_model": second_name,
+        "hashes": settings.hashes and settings.hashes.name,
         "read_ceiling_bytes_per_s": limits.read,
         "acceptance": "measured",
         "rows": _rows(settings, (model, second), tokenizer, template, limits, name, earlier),
@@ -202,10 +209,13 @@ def _todo(
     result = []
     for one_case in asked:
         at = where({"case": one_case | shared, **shared})[:-1]
-        by_a_model = settings.draft_model is not None
-        names = drafter_names(one_case["drafts"], settings.only, by_a_model=by_a_model)
         usual = one_case["exact"] == "no" and one_case["backends"] == DEFAULT_BACKENDS
-        if one_case["sampling"] == "greedy" and usual:
+        usual = usual and one_case["sampling"] == "greedy"
+        others = () if settings.draft_model is None else tuple(BY_A_MODEL)
+        if settings.hashes is not None:
+            others += (*BY_HASHES, *(LOSSY if usual else ()))
+        names = drafter_names(one_case["drafts"], settings.only, others)
+        if usual:
             # XLA keeps the memory that it once took, so rivals have a run of their own.
             names += [x for x in rivals.NAMES if x in settings.only]
         left = [x for x in names if (at, x) not in done]
@@ -233,6 +243,7 @@ def _of_cell(
     about = {"texts": texts.digest(prompts)}
     try:
         settings_of_cell = {"exact": exact, "limits": limits, "draft_model": models[1]}
+        settings_of_cell["hashes"] = settings.hashes
         rows = [prompt.tokens for prompt in prompts]
         cell = Cell(models[0], tokenizer, rows, first["B"], **settings_of_cell)
     except Exception as error:
@@ -269,7 +280,7 @@ SUITE = Suite(
     "drafters on a real language model (--model): measured acceptance and speed at long context",
     run,
     tables.show,
-    rivals=(*ALL, *BY_A_MODEL, *rivals.NAMES),
+    rivals=(*ALL, *BY_A_MODEL, *BY_HASHES, *LOSSY, *rivals.NAMES),
     custom_clocks=True,
     case=case,
 )

@@ -135,7 +135,8 @@ class Cell:
     def row(self, drafting: Drafting, sampling: str, new: int) -> Row:
         """The figures of one drafter with one sampling and length of answers, checked.
 
-        Greedy plain decoding must have been measured before, with the same length of answers.
+        Greedy plain decoding must have been measured before, with the same length of answers. A
+        lossy policy is not checked, but compared with it.
         """
         # First the time of a step, which also warms the program up.
         if (at := (drafting.name, sampling)) not in self._step_times:
@@ -161,6 +162,9 @@ class Cell:
             "context": self.mean_context,
             "plain_floor_ns": self.plain_floor_ns,
         }
+        if drafting.config.is_lossy:
+            plain = self._plain[sampling, new]
+            return result | check.agreement(self._score, measured.answers, plain)
         if sampling != "greedy":
             result |= check.sampled(self._score, measured.answers, params_of(sampling, new, 1)[0])
         elif drafting.name == PLAIN:
@@ -209,6 +213,7 @@ class Cell:
             params,
             draft=config.draft,
             gamma=config.gamma,
+            target=config.target,
             draft_model=models.draft,
             policy_params=models.policy,
             backends=config.backends,

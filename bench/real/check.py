@@ -57,6 +57,34 @@ def greedy(scorer: Scorer, answers: Answers, plain: Answers, *, exact: bool) -> 
     return result | {"flip_margins": margins, "checked": max(margins) <= NEAR_TIE}
 
 
+def agreement(scorer: Scorer, answers: Answers, plain: Answers) -> dict[str, Any]:
+    """How far greedy answers of a lossy policy are those of ``plain`` decoding.
+
+    ``agreement``: the share of plain decoding's tokens before the first one that differs, mean over
+    rows. ``log_probability``: of a token of the first `ROWS` answers by the model that reads all,
+    in nats, and ``plain_log_probability`` that of plain decoding's own.
+    """
+    differences = [_first_difference(*pair) for pair in zip(answers, plain, strict=True)]
+    shares = [
+        1.0 if at is None else at / len(text) for at, text in zip(differences, plain, strict=True)
+    ]
+    rows = list(range(min(ROWS, len(answers))))
+    params = jspec.SamplingParams(temperature=1.0)
+    means = [
+        float(np.concatenate(scorer(rows, [texts[row] for row in rows], params))[:, 0].mean())
+        for texts in (answers, plain)
+    ]
+    return {
+        "rows": len(answers),
+        "identical_rows": differences.count(None),
+        "agreement": sum(shares) / len(shares),
+        "log_probability": means[0],
+        "plain_log_probability": means[1],
+        "lossy": True,
+        "checked": True,
+    }
+
+
 def sampled(scorer: Scorer, answers: Answers, params: jspec.SamplingParams) -> dict[str, Any]:
     """Whether the first `ROWS` answers are as likely as tokens that the model draws."""
     rows = list(range(min(ROWS, len(answers))))

@@ -55,9 +55,10 @@ def step_ms(row: Row) -> float | None:
 def steady_rate(row: Row) -> float | None:
     """Tokens per second while all rows decode, at the acceptance of rows that do not repeat.
 
-    Plain decoding commits a token a step whether or not its answers repeat.
+    Plain decoding and a lossy policy commit a token a step whether or not answers repeat.
     """
-    mean = committed_per_step(row, repetitive=row["name"] == PLAIN)
+    commits_one = row["name"] == PLAIN or row.get("lossy", False)
+    mean = committed_per_step(row, repetitive=commits_one)
     time = step_ms(row)
     return None if mean is None or time is None else row["case"]["B"] * mean.mean / time * 1e3
 

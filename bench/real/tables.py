@@ -89,6 +89,16 @@ def limits_line(shares: Limits) -> str:
     return words + (f"; packing {shares.packing:.2%}" if shares.packing else "")
 
 
+def lossy_line(row: Row) -> str:
+    """How far the answers of a lossy policy are the model's, on a line."""
+    own, plain = row["log_probability"], row["plain_log_probability"]
+    return (
+        f"lossy, without verification; {row['agreement']:.0%} of the tokens are plain decoding's, "
+        f"up to the first one that differs; {own:.2f} nats a token by dense attention, of plain "
+        f"decoding's answers {plain:.2f}"
+    )
+
+
 def show(result: dict[str, Any]) -> None:
     """A table a case; what was not timed is a line with its reason."""
     screen = console()
@@ -104,7 +114,10 @@ def show(result: dict[str, Any]) -> None:
         for row in rows:
             if row.get("reason"):
                 screen.print(f"{row['name']}: {row['reason']}", markup=False)
-            elif (shares := limits(row)) is not None:
+                continue
+            if row.get("lossy"):
+                screen.print(f"  {row['name']}: {lossy_line(row)}", markup=False)
+            if (shares := limits(row)) is not None:
                 line = f"  {row['name']}: {limits_line(shares)}"
                 screen.print(line, markup=False, style="dim")
     screen.print(FOOT, markup=False)

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,23 @@ from scipy import stats
 import jspec
 from bench.__main__ import main
 from bench.ceilings import Ceilings
-from bench.drafters import ALL, BY_A_MODEL, PLAIN, SAMPLING, Drafting, params_of
-from bench.real import case, check, figures, grid, tables, texts
+from bench.drafters import (
+    ALL,
+    BY_A_MODEL,
+    BY_HASHES,
+    LOSSY,
+    PLAIN,
+    SAMPLING,
+    Drafting,
+    params_of,
+)
+from bench.real import _todo, case, check, figures, grid, tables, texts
 from bench.real.answers import per_step, repeats
 from bench.real.cell import Cell
+from bench.settings import Settings
 from jspec.decode.programs import PROGRAMS
 from jspec.models.bundled import bundled_path
+from jspec.models.hashes import save_hashes
 from tests.conftest import OF_BYTES, make_decoder
 
 CONFIG = dataclasses.replace(OF_BYTES, max_context=4096)
@@ -248,7 +260,7 @@ def test_the_cells_of_jspec_are_cases_with_one_headline():
 
 
 def test_every_drafter_is_known():
-    for name in (*ALL, *BY_A_MODEL):
+    for name in (*ALL, *BY_A_MODEL, *BY_HASHES, *LOSSY):
         assert Drafting.of(name, 3, exact=False).config.backends.preferred is None
         assert Drafting.of(name, 3, False, "triton").config.backends.preferred == "triton"
 
@@ -313,10 +325,64 @@ def test_a_second_model_drafts(folder, tmp_path, capsys):
     assert "has drafts by second, not by tiny" in capsys.readouterr().err
 
 
+def test_hashes_draft_and_read(folder, tmp_path, capsys, monkeypatch):
+    # The model has few layers, which the policy itself would read whole.
+    monkeypatch.setitem(LOSSY, "hata-lossy", "hata:budget=8,sinks=0,recent=1,dense_layers=0")
+    model, hashes, file = jspec.load_model(folder), tmp_path / "hashes", tmp_path / "real.json"
+    rng = np.random.default_rng(0)
+    shapes = [(spec.kv_heads, spec.key_size, 128) for spec in model.config.layers]
+    arrays = tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
+    save_hashes(arrays, hashes, {}, model)
+    asked = ["real", "--model", str(folder), "--json", str(file), "--hashes", str(hashes)]
+    asked += ["--case", "B=4,S=300,new=6,gamma=2"]
+    assert main([*asked, "--backend", "hata", "--backend", "hata-lossy"]) == 0
+    result = json.loads(file.read_text())
+    assert result["hashes"] == "hashes"
+    assert [row["name"] for row in result["rows"]] == [PLAIN, "hata", "hata-lossy"]
+    assert all(row["checked"] for row in result["rows"])
+    _, hata, lossy = result["rows"]
+    assert sum(hata["accepted_at"]) < sum(hata["attempts_at"])
+    assert lossy["steps"] == lossy["tokens"]
+    assert 0 < lossy["agreement"] < 1
+    assert lossy["identical_rows"] < 8
+    assert lossy["log_probability"] < lossy["plain_log_probability"]
+    assert figures.steady_rate(lossy) is not None
+    assert "hata-lossy: lossy, without verification" in " ".join(capsys.readouterr().out.split())
+    save_hashes((arrays[0],) * 9, tmp_path / "other", {})
+    with pytest.raises(SystemExit):
+        main([*asked, "--hashes", str(tmp_path / "other")])
+    assert "hashes of 9 layers do not fit a model of" in capsys.readouterr().err
+
+
+def test_a_lossy_policy_runs_where_its_answers_can_be_compared():
+    settings = Settings(hashes=Path("hashes"))
+    names = {}
+    for text in ("B=4", "B=4,sampling=t0.8", "B=4,exact=yes", "B=4,backends=xla"):
+        ((_, names[text]),) = _todo(settings, [case(text)], {"model": "m", "run": 0}, set())
+    assert all(set(BY_HASHES) < set(x) for x in names.values())
+    assert [text for text, x in names.items() if set(LOSSY) & set(x)] == ["B=4"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [((1, 2, 3, 4), 1.0), ((1, 2, 0, 4), 0.5), ((1, 2, 3), 0.5), ((0, 2, 3, 4), 0.0)],
+)
+def test_the_agreement_of_a_lossy_answer(tokens, expected):
+    def scorer(rows, texts, params):
+        return [np.array([[-len(text), 0, 0]] * len(text)) for text in texts]
+
+    result = check.agreement(scorer, [tokens], [(1, 2, 3, 4)])
+    assert result["agreement"] == expected
+    assert (result["log_probability"], result["plain_log_probability"]) == (-len(tokens), -4)
+
+
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
         ("real", "real needs --model"),
+        ("real --model . --hashes nowhere", "--hashes nowhere does not exist"),
+        ("real --model . --backend hata", "--backend hata needs trained hashes of the model"),
+        ("verify --hashes .", "--hashes does not apply to verify"),
         ("real --model . --draft-model nowhere", "--draft-model nowhere does not exist"),
         ("real --model . --backend model", "--backend model drafts with a second model; name it"),
         ("verify --draft-model .", "--draft-model does not apply to verify"),
