@@ -65,6 +65,42 @@ class AcceptanceCounts:
         return (self.gone_on + PRIOR_STEPS * others) / (self.begun + PRIOR_STEPS)
 
 
+class AcceptanceByGamma:
+    """`AcceptanceCounts` of each gamma.
+
+    The beginning of a chain is a shorter chain, so that all gammas share the counts of chains.
+    Trees of several gammas differ at each depth: each gamma has counts of its own.
+    """
+
+    def __init__(self, *shape: int, branches: bool) -> None:
+        self._counts = [AcceptanceCounts(*shape) for _ in range(shape[-1] + 1 if branches else 1)]
+
+    def at(self, gamma: int) -> AcceptanceCounts:
+        return self._counts[gamma if len(self._counts) > 1 else 0]
+
+    @property
+    def pooled(self) -> AcceptanceCounts:
+        """Those of all gammas."""
+        if len(self._counts) == 1:
+            return self._counts[0]
+        result = AcceptanceCounts(*self._counts[0].begun.shape)
+        for counts in self._counts:
+            result.begun += counts.begun
+            result.gone_on += counts.gone_on
+        return result
+
+    def add(self, at_least: np.ndarray, steps: int) -> None:
+        """As `AcceptanceCounts.add`; steps of other gammas weigh less after it too."""
+        ran = self.at(at_least.shape[-1] - 1)
+        for counts in self._counts:
+            counts.add(at_least if counts is ran else np.zeros_like(at_least), steps)
+
+    def forget(self, rows: int | list[int]) -> None:
+        """Forget ``rows``."""
+        for counts in self._counts:
+            counts.begun[rows] = counts.gone_on[rows] = 0.0
+
+
 def mean(rates: np.ndarray) -> np.ndarray:
     """The mean count where it goes on at these ``rates [..., gamma]``, and ends at gamma."""
     return np.cumprod(rates, axis=-1).sum(axis=-1)
@@ -78,10 +114,13 @@ class RowAcceptance:
         longest: The largest gamma.
         steps: Steps of a chunk.
         together: Whether all rows are waited for, and none is replaced when it has ended.
+        branches: Whether drafts are trees.
     """
 
-    def __init__(self, batch: int, longest: int, steps: int, *, together: bool) -> None:
-        self.accepted = AcceptanceCounts(batch, longest)
+    def __init__(
+        self, batch: int, longest: int, steps: int, *, together: bool, branches: bool = False
+    ) -> None:
+        self.accepted = AcceptanceByGamma(batch, longest, branches=branches)
         self.steps, self.together = steps, together
 
     def observe(self, gamma: int, accepted: np.ndarray, live: np.ndarray) -> np.ndarray:
@@ -92,24 +131,25 @@ class RowAcceptance:
         """
         up_to = np.arange(gamma + 1)
         counts = ((accepted[..., None] >= up_to) & live[..., None]).sum(axis=0)
-        is_new = live.any(axis=0) & ~self.accepted.begun.any(axis=1)
+        is_new = live.any(axis=0) & ~self.accepted.pooled.begun.any(axis=1)
         self.accepted.add(counts, len(accepted))
         return counts[is_new] if gamma else counts[:0]
 
     def renew(self, rows: list[int]) -> None:
         """Forget ``rows``, which other requests take."""
-        self.accepted.begun[rows] = self.accepted.gone_on[rows] = 0.0
+        self.accepted.forget(rows)
 
     def tokens(self, gamma: int, left: np.ndarray, others: np.ndarray) -> float:
         """Tokens of a step of a row, by the steps that rows need to their end.
 
         In the mean, or, where they are waited for ``together``, by the row that ends last. A row
         that ends within a chunk idles until the chunk ends. ``left [B]``: most tokens that each row
-        still commits; ``others [n, longest]``: rates of other rows, any of which it may be like.
+        still commits; ``others [n, longest]``: rates of other rows with this gamma, any of which it
+        may be like.
         """
         planned = np.clip(left, 0, HORIZON)
         planned = planned if planned.any() else np.full_like(left, HORIZON)
-        rates = self.accepted.rates_with_prior(others[:, None])[..., :gamma]
+        rates = self.accepted.at(gamma).rates_with_prior(others[:, None])[..., :gamma]
         chunks = np.ceil(planned / (1 + mean(rates)) / self.steps)  # [n, B]
         needed = (
             (planned > 0).sum() * mean_of_last(chunks) if self.together else chunks.mean(0).sum()
@@ -152,11 +192,17 @@ class GammaChoice:
     tried. A gamma that lost is measured again when its neighbour runs, in a bounded share of the
     time.
 
+    With ``branches`` drafts are trees, and the rates of each gamma are its own: more tokens may be
+    accepted more often at every depth. The rates of all gammas are their prior. A gamma that never
+    ran is hoped to have as many chances at each depth more as it has tokens more.
+
     A gamma may be chosen while up to `MAX_UNREAD` chunks before it run. It depends only on chunks
     that were read.
     """
 
-    def __init__(self, ladder: Sequence[int], start: int, warm: int = 1) -> None:
+    def __init__(
+        self, ladder: Sequence[int], start: int, warm: int = 1, *, branches: bool = False
+    ) -> None:
         self.ladder = tuple(ladder)
         self.start = min(self.ladder, key=lambda g: abs(g - start))
         self.warm = warm
@@ -164,8 +210,10 @@ class GammaChoice:
         self.runs = dict.fromkeys(self.ladder, 0)
         self.last_run = dict.fromkeys(self.ladder, 0)
         longest = max(self.ladder)
-        self.accepted = AcceptanceCounts(longest)
-        self.kinds = AcceptanceCounts(KINDS, longest)  # of the first chunks of the latest rows
+        self.branches = branches
+        self.accepted = AcceptanceByGamma(longest, branches=branches)
+        # Of the first chunks of the latest rows.
+        self.kinds = AcceptanceByGamma(KINDS, longest, branches=branches)
         self.rows_met = 0
         self.chunks = 0
         self.allowance = 0.0
@@ -209,9 +257,9 @@ class GammaChoice:
         """Add rows that began: what `RowAcceptance.observe` returned."""
         gamma = counts.shape[1] - 1
         for row in counts[-KINDS:]:
-            at = self.rows_met % KINDS
-            self.kinds.begun[at], self.kinds.gone_on[at] = 0, 0
-            self.kinds.begun[at, :gamma], self.kinds.gone_on[at, :gamma] = row[:-1], row[1:]
+            at, kinds = self.rows_met % KINDS, self.kinds.at(gamma)
+            self.kinds.forget(at)
+            kinds.begun[at, :gamma], kinds.gone_on[at, :gamma] = row[:-1], row[1:]
             self.rows_met += 1
 
     def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
@@ -222,8 +270,7 @@ class GammaChoice:
         known = [g for g in self.ladder if self.times[g]]
         if not known:
             return self.start
-        others = self.kinds.rates_with_prior(self.accepted.rates(ACCEPTED))
-        tokens = {g: rows.tokens(g, left, others) for g in self.ladder}
+        tokens = {g: rows.tokens(g, left, self._rates(g)) for g in self.ladder}
         self.live = float((left > 0).sum()) or float(len(left))
         costs = {g: self.cost(g) for g in known}
         rates = {g: tokens[g] / costs[g] for g in known}
@@ -236,6 +283,16 @@ class GammaChoice:
         if hoped and max(hoped.values()) > WORTH * rates[best]:
             return max(hoped, key=hoped.__getitem__)
         return self._probe(best, costs)
+
+    def _rates(self, gamma: int) -> np.ndarray:
+        """The rates of the latest rows with a gamma, ``[KINDS, longest]``."""
+        rates = self.accepted.pooled.rates(ACCEPTED)
+        if self.branches:
+            ran = [g for g in self.ladder if 0 < g < gamma and self.runs[g]]
+            if ran and not self.runs[gamma]:
+                rates = 1 - (1 - rates) ** (gamma / ran[-1])
+            rates = self.accepted.at(gamma).rates_with_prior(rates)
+        return self.kinds.at(gamma).rates_with_prior(rates)
 
     def cost(self, gamma: int) -> float:
         """Seconds of a step with the live rows of the next chunk."""
@@ -315,7 +372,8 @@ def choice_of(
         if choice is None:
             # A GPU records a program's launches in its second run.
             warm = 1 if jax.default_backend() == "cpu" else 2
-            choice = GammaChoice(ladder, config.draft.traits.default_gamma, warm)
+            traits = config.draft.traits
+            choice = GammaChoice(ladder, traits.default_gamma, warm, branches=traits.branches)
         _CHOICES[key] = choice
         while len(_CHOICES) > MAX_CHOICES:
             _CHOICES.popitem(last=False)

@@ -104,8 +104,10 @@ class Chunks:
         self.is_shared = is_shared(options.models.target)
         self.running: list[Chunk] = []
         self.version = 0
-        longest = options.config.gamma
-        self._acceptance = RowAcceptance(count, longest, options.steps, together=together)
+        longest, branches = options.config.gamma, options.config.draft.traits.branches
+        self._acceptance = RowAcceptance(
+            *(count, longest, options.steps), together=together, branches=branches
+        )
         self._finished = 0.0  # until when the time of the device is in ``seconds``
         self._prompts: Prompts | None = None  # before the next chunk
 

@@ -71,9 +71,27 @@ class World:
         return seconds, np.minimum(accepted, gamma)
 
 
-def rows_of(batch: int, longest: int = max(LADDER)) -> tuple[RowAcceptance, np.ndarray]:
+class Trees(World):
+    """Where all tokens of a draft but the first are further chances of each token of a path."""
+
+    def rate_of(self, gamma: int) -> float:
+        return 1 - (1 - self.rate) ** (1 + 0.7 * np.log2(max(gamma, 1)))
+
+    def value(self, gamma: int) -> float:
+        return sum(self.rate_of(gamma) ** i for i in range(gamma + 1)) / self.cost(gamma)
+
+    def chunk(self, gamma: int) -> tuple[float, np.ndarray]:
+        seconds, _ = super().chunk(gamma)
+        accepted = self.rng.geometric(1 - self.rate_of(gamma), (STEPS, self.rows)) - 1
+        return seconds, np.minimum(accepted, gamma)
+
+
+def rows_of(
+    batch: int, longest: int = max(LADDER), branches: bool = False
+) -> tuple[RowAcceptance, np.ndarray]:
     """Rows of which nothing is known, and that are far from their ends."""
-    return RowAcceptance(batch, longest, STEPS, together=False), np.full(batch, HORIZON)
+    settings = {"together": False, "branches": branches}
+    return RowAcceptance(batch, longest, STEPS, **settings), np.full(batch, HORIZON)
 
 
 def saw(choice: GammaChoice, gamma: int, seconds: float | None, accepted: np.ndarray) -> None:
@@ -88,7 +106,7 @@ def run(choice: GammaChoice, world: World, chunks: int, ahead: int = 0) -> tuple
     ``ahead``: how many are chosen before the one at work is seen.
     """
     tokens = time = 0.0
-    selected, (rows, left) = [], rows_of(world.rows)
+    selected, (rows, left) = [], rows_of(world.rows, branches=choice.branches)
     live = np.ones((STEPS, world.rows), bool)
     chosen = deque(choice.choose(rows, left) for _ in range(ahead))
     for _ in range(chunks):
@@ -126,6 +144,48 @@ def test_it_is_near_the_best_and_never_below_plain(draft, verify, rate, rows, ah
     assert got > 0.95 * best
     assert got > 0.99 * world.value(0)
     assert 0 in first
+
+
+@pytest.mark.parametrize(
+    ("verify", "rate", "rows", "best"), [(0.02, 0.0, 32, 0), (0.02, 0.3, 1, 16), (0.1, 0.3, 32, 8)]
+)
+def test_a_tree_has_the_number_of_nodes_that_pays(verify, rate, rows, best):
+    """By its own acceptance: that of trees of all numbers together misses what more nodes give."""
+    got = {}
+    for branches in (True, False) if best else (True,):
+        world = Trees(0.0, verify, rate, rows)
+        choice = GammaChoice(LADDER, 8, warm=2, branches=branches)
+        run(choice, world, 60)
+        got[branches], _ = run(choice, world, 400)
+    assert max(LADDER, key=world.value) == best
+    assert got[True] > 0.95 * world.value(best)
+    assert got[True] > 0.99 * world.value(0)
+    if best:
+        assert got[False] < 0.92 * world.value(best)
+
+
+def test_the_rates_of_a_tree_are_of_its_gamma_and_fade_to_those_of_all():
+    choice = GammaChoice((0, 2, 4), 2, branches=True)
+    rows, left = rows_of(1, 4, branches=True)
+    one = np.ones((STEPS, 1), bool)
+    for _ in range(8):
+        for gamma, count in ((2, 0), (4, 4)):
+            accepted = np.full((STEPS, 1), count)
+            choice.observe(gamma, 1.0, accepted, one)
+            choice.met(rows.observe(gamma, accepted, one))
+    # Rows that just started are like those before them.
+    new, _ = rows_of(1, 4, branches=True)
+    tokens = {g: new.tokens(g, left, choice._rates(g)) for g in (2, 4)}
+    assert tokens[2] < 1.2
+    assert tokens[4] > 4
+    for _ in range(40):
+        accepted = np.full((STEPS, 1), 4)
+        choice.observe(4, 1.0, accepted, one)
+        rows.observe(4, accepted, one)
+    # The first chunk of the row is still what a new row may be like.
+    assert rows.tokens(2, left, choice._rates(2)) > 2
+    rows.renew([0])
+    assert not rows.accepted.pooled.begun.any()
 
 
 def test_it_follows_what_is_accepted():
@@ -211,7 +271,7 @@ def test_a_chunk_without_a_time_tells_what_was_accepted():
         saw(choice, 2, None, accepted)
     assert not any(choice.times.values())
     assert choice.choose(*one) == choice.start
-    of_all = choice.accepted.rates(0.8)
+    of_all = choice.accepted.pooled.rates(0.8)
     assert mean(of_all) == pytest.approx(1.3, abs=0.1)  # 3/4 + 1/2
     assert choice.runs[2] == 3
 
@@ -253,7 +313,7 @@ def test_a_request_that_came_after_a_chunk_is_not_judged_by_it(sharp):
         return Chunk(record, 2, choice, 0.0, 0.0, filled={1})
 
     work.finish(chunk())
-    assert work._acceptance.accepted.begun[:, :2].tolist() == [[2, 2], [0, 0]]
+    assert work._acceptance.accepted.pooled.begun[:, :2].tolist() == [[2, 2], [0, 0]]
     assert choice.rows_met == 1
     assert work.paces.tolist() == [4, 6]
     work.running.append(chunk())
@@ -265,9 +325,9 @@ def test_a_row_that_is_met_replaces_all_of_an_older_one():
     choice = GammaChoice(LADDER, 2)
     choice.met(np.full((KINDS, 5), 3))
     choice.met(np.array([[2, 1]]))
-    assert choice.kinds.begun[0].tolist() == [2, *[0] * 15]
-    assert choice.kinds.gone_on[0].tolist() == [1, *[0] * 15]
-    assert choice.kinds.begun[1, :5].tolist() == [3, 3, 3, 3, 0]
+    assert choice.kinds.pooled.begun[0].tolist() == [2, *[0] * 15]
+    assert choice.kinds.pooled.gone_on[0].tolist() == [1, *[0] * 15]
+    assert choice.kinds.pooled.begun[1, :5].tolist() == [3, 3, 3, 3, 0]
 
 
 # --- in generation ---------------------------------------------------------------------------

@@ -23,6 +23,8 @@ class DrafterTraits:
             the drafter is not ``one_hot``; what ``gamma="auto"`` begins with.
         one_hot: Whether its drafts never have logits: a request with a seed then has the tokens of
             plain decoding at any gamma (docs/sampling.md, *One-hot drafts*).
+        branches: Whether its drafts are trees (`Drafted.parents`): ``gamma="auto"`` then measures
+            the acceptance of each gamma by itself.
         runs_model: Whether drafts take passes of a model: a step then takes several times as long
             as a plain one.
         needs_model: Whether it drafts with a model that the caller passes, as `Models.draft`. Only
@@ -39,6 +41,7 @@ class DrafterTraits:
 
     default_gamma: int = 4
     one_hot: bool = False
+    branches: bool = False
     runs_model: bool = False
     needs_model: bool = False
     makes_model: bool = False

@@ -47,7 +47,10 @@ class NgramDraft(Drafter):
 
     @property
     def traits(self) -> DrafterTraits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return DrafterTraits(default_gamma=8, one_hot=True, runs_on_mesh=self.branches == 1)
+        branches = self.branches > 1
+        return DrafterTraits(
+            default_gamma=8, one_hot=True, branches=branches, runs_on_mesh=not branches
+        )
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         tokens, lengths = state.tokens, state.lengths
