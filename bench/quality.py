@@ -2,9 +2,10 @@
 
 ``op=read``: percent right on RULER's tasks by policy and budget. ``op=draft``: tokens that a
 verification commits, by drafter, and how answers differ from those of plain decoding.
-``op=overlap``: the keys that a token and one after it both select. ``op=trees``: tokens that drafts
-with branches would commit (`bench.trees`). Rows do not depend on the machine, but for rounding in
-bfloat16.
+``op=needle``: facts found by their place in the text. ``op=overlap``: the keys that a token and one
+after it both select. ``op=rejected``: how likely rejected draft tokens were (`bench.rejected`).
+``op=trees``: tokens that drafts with branches would commit (`bench.trees`). Rows do not depend on
+the machine, but for rounding in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from bench.point import Row, row
 from bench.policies import scored_bytes
 from bench.program import failure
 from bench.real.cell import Cell
+from bench.rejected import REJECTED
 from bench.settings import Settings, bar
 from bench.suite import Benchmark, suite_of
 from bench.texts import texts
 from bench.trees import TREES
 from jspec.eval.evaluate import Run, Score, evaluate_all, with_budget
-from jspec.eval.fitting import ruler_bytes_questions
+from jspec.eval.fitting import needle_question, ruler_bytes_questions
+from jspec.eval.heatmap import DEPTHS
 from jspec.eval.questions import Asked
 from jspec.eval.ruler_bytes import TASKS
 from jspec.models.bundled import bundled_path
@@ -53,7 +56,10 @@ ABLATED = (1 / 256, 1 / 128, 1 / 16)  # only for exact top-k and policies at equ
 QUESTIONS = 12  # that are decoded at a time
 REFERENCE = "vegas-first"  # as published
 
+FINDING = ("exact_topk", "hata", "quest")  # whose needles are counted where none is named
+
 READ: Case = {"S": 8192, "questions": 3}  # questions: of each task
+NEEDLE: Case = {"S": 8192, "questions": 1}  # questions: of each depth
 # texts, after the first `skip`: prompts of S tokens, B of them decoded together; percent: of the
 # context that sparse drafters read.
 DRAFT: Case = {"S": 8192, "texts": 16, "skip": 0, "B": 16, "new": 256, "gamma": 7, "percent": 7}
@@ -90,6 +96,26 @@ def read(case: Case, settings: Settings) -> Iterator[Row]:
         size = scored_bytes(policy, spec, jnp.bfloat16) / spec.kv_heads
         figures = {"bytes": size, "score": score.score, "scores": score.scores}
         yield row("read", case | {"budget": budget}, name, checked=None, **figures)
+
+
+def needles(case: Case, settings: Settings) -> Iterator[Row]:
+    """A row for each policy: percent of needles found at each depth (HATA, figure 6)."""
+    model, tokenizer = jspec.load_bundled()
+    names = [DENSE, *(settings.only or FINDING)]
+    policies = [policy_of(name, BUDGETS[0]) for name in names]
+    questions = [
+        needle_question(tokenizer, case["S"], depth, seed)
+        for depth in DEPTHS
+        for seed in range(case["questions"])
+    ]
+    scores = scores_of(model, tokenizer, list(map(Run, policies)), questions, case["S"])
+    for name, score in zip(names, scores, strict=True):
+        found = 100 * np.reshape(score.each, (len(DEPTHS), -1)).mean(axis=1)
+        depths = {
+            f"{depth:.0%}": share for depth, share in zip(DEPTHS, found.tolist(), strict=True)
+        }
+        figures = {"budget": BUDGETS[0], "score": score.score, "depths": depths}
+        yield row("needle", case, name, checked=None, **figures)
 
 
 def policy_of(name: str, budget: float | None) -> Policy:
@@ -242,6 +268,15 @@ READING = Benchmark(
     names=POLICIES,
     rows=read,
 )
+NEEDLES = Benchmark(
+    name="needle",
+    default=NEEDLE,
+    gpu=["S=8K", "S=16K", "S=32K"],
+    quick=["S=2K"],
+    cpu=["S=2K", "S=4K", "S=8K"],
+    names=POLICIES,
+    rows=needles,
+)
 DRAFTING = Benchmark(
     name="draft",
     default=DRAFT,
@@ -268,9 +303,9 @@ OVERLAPPING = Benchmark(
 SUITE = dataclasses.replace(
     suite_of(
         "quality",
-        "RULER by policy and budget, accepted lengths by drafter, what neighbouring tokens select, "
-        "and drafts with branches, of the bundled model",
-        *(READING, DRAFTING, OVERLAPPING, TREES),
+        "RULER and needles by policy and budget, accepted lengths and rejected tokens by drafter, "
+        "what neighbouring tokens select, and drafts with branches, of the bundled model",
+        *(READING, NEEDLES, DRAFTING, REJECTED, OVERLAPPING, TREES),
     ),
     custom_clocks=True,
 )

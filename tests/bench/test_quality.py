@@ -3,12 +3,16 @@
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import softmax
 
-from bench import quality
+from bench import quality, rejected
+from bench.drafters import SAMPLING
 from bench.real import check
 from bench.settings import Settings
+from jspec.decode.draft import Drafted
 from jspec.eval.evaluate import Score
 from jspec.eval.ruler_bytes import TASKS
 from jspec.policies import Dense, Hata, Streaming
@@ -39,6 +43,72 @@ def test_every_policy_reads_at_its_budget(monkeypatch):
     assert next(row["score"] for row in rows if row["name"] == "hata") == 100 / 64
     rows = list(READ.rows(READ.case("S=2K"), Settings(only=("hata", "loki-16"))))
     assert len(rows) == 1 + 2 * (2 + 3)  # dense; two policies at two usual and three more budgets
+
+
+def test_needles_are_counted_by_depth(monkeypatch):
+    """Of two questions at each depth, a policy finds one in the first half of the text."""
+
+    def evaluate_all(model, tokenizer, runs, questions, **settings):
+        assert len(questions) == 2 * len(quality.DEPTHS)
+        found = (1.0,) * len(questions), (1.0, 0.0) * 5 + (1.0, 1.0) * 6
+        asked = [question.question for question in questions[::2]]
+        places.extend(x.prompt.index(x.answers[0]) / len(x.prompt) for x in asked)
+        return [Score(100.0, {}, each, (), None) for each in found[: len(runs)]]
+
+    places = []
+    monkeypatch.setattr(quality, "evaluate_all", evaluate_all)
+    case = quality.NEEDLES.case("S=2K,questions=2")
+    dense, hata = quality.NEEDLES.rows(case, Settings(only=("hata",)))
+    assert list(dense["depths"]) == [f"{10 * depth}%" for depth in range(11)]
+    assert set(dense["depths"].values()) == {100.0}
+    assert list(hata["depths"].values()) == [50.0] * 5 + [100.0] * 6
+    assert (hata["name"], hata["budget"]) == ("hata", 1 / 64)
+    np.testing.assert_allclose(places, quality.DEPTHS, atol=0.1)
+
+
+def test_acceptance_is_the_ratio_of_the_laws():
+    rng = np.random.default_rng(0)
+    target, draft = rng.normal(size=(2, 4, 9)), rng.normal(size=(2, 3, 9))
+    tokens = rng.integers(0, 9, (2, 3))
+    p, q = (softmax(x / 0.8, axis=-1) for x in (target[:, :3], draft))
+    expected = [
+        [min(1, p[b, t, x] / q[b, t, x]) for t, x in enumerate(row)] for b, row in enumerate(tokens)
+    ]
+    drafted = Drafted(jnp.asarray(tokens), jnp.full(2, 3), jnp.asarray(draft))
+    shares = rejected.acceptance(drafted, jnp.asarray(target), 0.8)
+    np.testing.assert_allclose(shares, expected, rtol=1e-5)
+    assert 0 < (np.array(expected) < 1).mean() < 1
+
+
+@pytest.mark.parametrize(("excess", "right"), [(0.0, True), (0.2, False)])
+def test_probabilities_by_which_steps_did_not_accept_are_wrong(excess, right):
+    """Steps of one row accept by probabilities that are lower than those told."""
+    rng = np.random.default_rng(1)
+    observed, rejections = [], []
+    for _ in range(400):
+        shares = rng.uniform(0.5, 0.8, 3)
+        failed = np.append(rng.random(3) > shares - excess, True)
+        accepted = int(failed.argmax())
+        record = SimpleNamespace(drafted=np.array([3]), accepted=np.array([accepted]))
+        observed.append((record, shares[None]))
+        rejections += [shares[accepted]] if accepted < 3 else []
+    row = rejected.figures_of(observed)
+    assert row["checked"] is right
+    assert row["rejected"] == len(rejections)
+    assert row["mean"] == pytest.approx(np.mean(rejections))
+    share = np.mean((np.array(rejections) >= 0.5) & (np.array(rejections) < 0.6))
+    assert row["below"]["0.6"] == pytest.approx(share)
+    assert sum(row["below"].values()) == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_rejected_tokens_are_of_ordinary_steps(small_bundled, monkeypatch):
+    """At a temperature at which the laws of draft and target differ."""
+    monkeypatch.setitem(SAMPLING, rejected.SAMPLED, {"temperature": 0.02})
+    case = rejected.REJECTED.case("S=128,texts=2,new=48,gamma=3,percent=2")
+    (row,) = rejected.REJECTED.rows(case, Settings())
+    assert (row["name"], row["checked"]) == ("vegas-first", True)
+    assert row["rejected"] > 10
 
 
 CASE = "S=128,texts=2,B=2,new=12,gamma=3"
