@@ -52,6 +52,7 @@ SUITES: dict[str, Suite] = {
         *(decode, real, serving, defaults, helix, shapes, quality, counters),
     )
 }
+READ = quality.READING.name
 ALONE = (real.SUITE.name, counters.SUITE.name)  # needs a model, needs ncu
 # What is no suite.
 COMMANDS = {
@@ -132,18 +133,19 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
 def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path | None:
     """The path of the model for the suites that take one, None for the bundled one."""
     if asked.suite != real.SUITE.name:
-        options = {
-            "--resume": asked.resume,
-            "--draft-model": asked.draft_model,
-            "--hashes": asked.hashes,
-        }
-        for option, value in options.items():
+        for option, value in {"--resume": asked.resume, "--draft-model": asked.draft_model}.items():
             if value:
                 parser.error(f"{option} does not apply to {asked.suite}, only to {real.SUITE.name}")
-        only_trees = asked.case and all("op=trees" in case.split(",") for case in asked.case)
-        takes_model = {defaults.SUITE.name: True, quality.SUITE.name: only_trees}
+        operations = set(map(_operation, asked.case)) if asked.suite == quality.SUITE.name else {""}
+        if asked.hashes and (operations != {READ} or asked.model is None):
+            parser.error(
+                f"--hashes does not apply to {asked.suite}, only to {real.SUITE.name} and, with "
+                "--model, to op=read of quality"
+            )
+        of_quality = bool(operations) and operations <= {READ, "trees"}
+        takes_model = {defaults.SUITE.name: True, quality.SUITE.name: of_quality}
         if asked.model and not takes_model.get(asked.suite):
-            suites = f"{real.SUITE.name}, {defaults.SUITE.name} and op=trees of quality"
+            suites = f"{real.SUITE.name}, {defaults.SUITE.name}, op=read and op=trees of quality"
             parser.error(f"--model does not apply to {asked.suite}, only to {suites}")
     elif asked.model is None:
         parser.error("real needs --model, a GGUF file or a model directory")
@@ -161,6 +163,12 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
         if path is not None and not path.exists():
             parser.error(f"{option} {path} does not exist")
     return asked.model
+
+
+def _operation(case: str) -> str:
+    """The operation of a case of the suite `quality`."""
+    named = [x.removeprefix("op=") for x in case.split(",") if x.startswith("op=")]
+    return named[-1] if named else READ
 
 
 def _file(path: Path, suite: str, asked: argparse.Namespace) -> Path:
@@ -213,13 +221,16 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         metavar="FILE",
         type=Path,
-        help="real, defaults, op=trees of quality: a GGUF file or a model directory",
+        help="real, defaults, op=read and op=trees of quality: a GGUF file or a model directory",
     )
     parser.add_argument(
         "--draft-model", metavar="FILE", type=Path, help="real: a second model, to draft for it"
     )
     parser.add_argument(
-        "--hashes", metavar="DIR", type=Path, help="real: hashes of the model by jspec train-hash"
+        "--hashes",
+        metavar="DIR",
+        type=Path,
+        help="real, op=read of quality: hashes of the model by jspec train-hash",
     )
     return parser
 

@@ -1,6 +1,7 @@
-"""How well the bundled model answers when a policy reads for it, and how drafts are accepted.
+"""How well a model answers when a policy reads for it, and how the bundled one's drafts do.
 
-``op=read``: percent right on RULER's tasks by policy and budget. ``op=draft``: tokens that a
+``op=read``: percent right on RULER's tasks by policy and budget, of the bundled model or of one
+that ``--model`` names. ``op=draft``: tokens that a
 verification commits, by drafter, and how answers differ from those of plain decoding.
 ``op=needle``: facts found by their place in the text. ``op=overlap``: the keys that a token and one
 after it both select. ``op=rejected``: how likely rejected draft tokens were (`bench.rejected`).
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +31,9 @@ from bench.settings import Settings, bar
 from bench.suite import Benchmark, suite_of
 from bench.texts import texts
 from bench.trees import TREES
+from jspec.eval import ruler
 from jspec.eval.evaluate import Run, Score, evaluate_all, with_budget
-from jspec.eval.fitting import needle_question, ruler_bytes_questions
+from jspec.eval.fitting import needle_question, ruler_bytes_questions, ruler_questions
 from jspec.eval.heatmap import DEPTHS
 from jspec.eval.questions import Asked
 from jspec.eval.ruler_bytes import TASKS
@@ -42,15 +45,17 @@ from jspec.train.samples import prefill
 
 DENSE = "dense"
 # Policies by the names of rows: with their defaults, and with settings that read 16 bytes of a key
-# and KV head to score it, in a cache of bfloat16 with 128 channels.
+# and KV head to score it, in a cache of bfloat16 with H channels.
 DEFAULTS = ("streaming", "exact_topk", "hata", "quest", "loki", "magicpig")
 AT_16_BYTES = {
-    "quest-16": "quest:page=32",
+    "quest-16": "quest:page={page}",  # two keys a page of H / 4 positions
     "loki-16": "loki:channels=8",
     "magicpig-16": "magicpig:bits=4,tables=32",
 }
+RANDOM = "hata-random"  # HATA without the trained hashes that ``--hashes`` names
 EQUAL_BYTES = ("hata", *AT_16_BYTES)
 POLICIES = (*DEFAULTS, *AT_16_BYTES)
+RULER = [task for task in ruler.TASKS if task not in ruler.QA]  # those need files of others
 BUDGETS = (1 / 64, 1 / 32)  # 1.56 % and 3.1 % of the context
 ABLATED = (1 / 256, 1 / 128, 1 / 16)  # only for exact top-k and policies at equal bytes
 QUESTIONS = 12  # that are decoded at a time
@@ -80,21 +85,28 @@ def drafters(percent: float) -> dict[str, str]:
 
 def read(case: Case, settings: Settings) -> Iterator[Row]:
     """A row for each policy and budget; all share one prefill of a question."""
-    model, tokenizer = jspec.load_bundled()
+    path = settings.model or bundled_path()
+    tokenizer, model = jspec.load_tokenizer(path), jspec.load_model(path)
+    hashes = settings.hashes or path / FOLDER
+    names = POLICIES if settings.hashes is None else (*POLICIES, RANDOM)
     pairs: list[tuple[str, float | None]] = [(DENSE, None)]
-    pairs += [
-        (name, budget) for budget in BUDGETS[: 1 if settings.quick else 2] for name in POLICIES
-    ]
+    pairs += [(name, budget) for budget in BUDGETS[: 1 if settings.quick else 2] for name in names]
     if not settings.quick:
         pairs += [(x, budget) for budget in ABLATED for x in ("exact_topk", *EQUAL_BYTES)]
     pairs = [pair for pair in pairs if pair[0] == DENSE or settings.wants(pair[0])]
-    policies = [policy_of(*pair) for pair in pairs]
-    questions = ruler_bytes_questions(tokenizer, TASKS, case["S"], case["questions"])
+    spec = model.config.layers[0]
+    policies = [policy_of(*pair, spec.key_size, hashes) for pair in pairs]
+    size = case["S"], case["questions"]
+    if settings.model is None:
+        questions = ruler_bytes_questions(tokenizer, TASKS, *size)
+    else:
+        case = case | {"model": path.stem}
+        template = jspec.load_chat_template(path)
+        questions = ruler_questions(tokenizer, RULER, *size, template=template)
     scores = scores_of(model, tokenizer, list(map(Run, policies)), questions, case["S"])
     for (name, budget), policy, score in zip(pairs, policies, scores, strict=True):
-        spec = model.config.layers[0]
-        size = scored_bytes(policy, spec, jnp.bfloat16) / spec.kv_heads
-        figures = {"bytes": size, "score": score.score, "scores": score.scores}
+        read_bytes = scored_bytes(policy, spec, jnp.bfloat16) / spec.kv_heads
+        figures = {"bytes": read_bytes, "score": score.score, "scores": score.scores}
         yield row("read", case | {"budget": budget}, name, checked=None, **figures)
 
 
@@ -102,7 +114,8 @@ def needles(case: Case, settings: Settings) -> Iterator[Row]:
     """A row for each policy: percent of needles found at each depth (HATA, figure 6)."""
     model, tokenizer = jspec.load_bundled()
     names = [DENSE, *(settings.only or FINDING)]
-    policies = [policy_of(name, BUDGETS[0]) for name in names]
+    sizes = model.config.layers[0].key_size, bundled_path() / FOLDER
+    policies = [policy_of(name, BUDGETS[0], *sizes) for name in names]
     questions = [
         needle_question(tokenizer, case["S"], depth, seed)
         for depth in DEPTHS
@@ -118,10 +131,16 @@ def needles(case: Case, settings: Settings) -> Iterator[Row]:
         yield row("needle", case, name, checked=None, **figures)
 
 
-def policy_of(name: str, budget: float | None) -> Policy:
-    """A policy by its name in tables, which reads a share ``budget`` of the context."""
-    policy = with_budget(named_policy(AT_16_BYTES.get(name, name)), budget)
-    return with_hashes(policy, bundled_path() / FOLDER)
+def policy_of(name: str, budget: float | None, key_size: int, hashes: Path) -> Policy:
+    """A policy by its name in tables, which reads a share ``budget`` of the context.
+
+    ``key_size``: channels of a key. ``hashes``: the folder of trained ones, if it exists.
+    """
+    if name == RANDOM:
+        return with_budget(named_policy("hata"), budget)
+    text = AT_16_BYTES.get(name, name).format(page=key_size // 4)
+    policy = with_budget(named_policy(text), budget)
+    return with_hashes(policy, hashes)
 
 
 def scores_of(
@@ -265,7 +284,7 @@ READING = Benchmark(
     gpu=["S=8K", "S=32K"],
     quick=["S=2K,questions=1"],
     cpu=["S=2K,questions=1", "S=8K"],
-    names=POLICIES,
+    names=(*POLICIES, RANDOM),
     rows=read,
 )
 NEEDLES = Benchmark(
@@ -303,8 +322,9 @@ OVERLAPPING = Benchmark(
 SUITE = dataclasses.replace(
     suite_of(
         "quality",
-        "RULER and needles by policy and budget, accepted lengths and rejected tokens by drafter, "
-        "what neighbouring tokens select, and drafts with branches, of the bundled model",
+        "RULER by policy and budget, also of another model (--model); of the bundled one needles, "
+        "accepted lengths and rejected tokens by drafter, what neighbouring tokens select, and "
+        "drafts with branches",
         *(READING, NEEDLES, DRAFTING, REJECTED, OVERLAPPING, TREES),
     ),
     custom_clocks=True,

@@ -23,7 +23,7 @@ class Settings:
     ``quick``: fewer and smaller cases. ``only``: the names of the backends and rivals to run, empty
     for all. ``cases``: cases to run instead of the suite's defaults, as text. ``model``,
     ``draft_model``, ``hashes`` and ``resume``: the models, the folder of trained hashes and the
-    earlier result of the suite `real`.
+    earlier result of the suite `real`; some of `quality` takes a model and hashes too.
     """
 
     quick: bool = False

@@ -22,9 +22,12 @@ LONG = 2**20  # positions of the first table's cases
 
 
 def quality(runs: Sequence[Run]) -> Iterator[Line]:
-    """Scores of each policy by budget, and accepted lengths; of the first run of a machine."""
+    """Scores of each policy by budget, and accepted lengths; a machine's first run of a model."""
     scored = [run for run in runs if any("score" in row for row in run.rows)]
-    for run in {run.machine: run for run in reversed(scored)}.values():
+    first_runs: dict[tuple[str, str], Run] = {}
+    for run in scored:
+        first_runs.setdefault((run.machine, _model_of(run)), run)
+    for (_, model), run in first_runs.items():
         by_context: dict[int, dict[str, dict[str, str]]] = {}
         for row in run.rows:
             if "score" in row:
@@ -40,8 +43,13 @@ def quality(runs: Sequence[Run]) -> Iterator[Line]:
         for context, lines in by_context.items():
             names = dict.fromkeys(lines["bytes of a key"], "")
             for words, cells in lines.items():
-                label = {"card": run.card, "context": kilo(context), "read": words}
+                label = {"card": run.card, "model": model, "context": kilo(context), "read": words}
                 yield Line(label | names | cells, words == f"{BUDGETS[2]:.2%}" and "hata" in cells)
+
+
+def _model_of(run: Run) -> str:
+    """The model of a run of `quality`."""
+    return run.rows[0]["case"].get("model", "bundled")
 
 
 def accepted(runs: Sequence[Run]) -> Iterator[Line]:

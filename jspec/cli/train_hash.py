@@ -34,7 +34,8 @@ from jspec.train.samples import MIN_TOKENS
 
 FILE_LIMIT = 1 << 30  # bytes of a text
 SUFFIXES = (".py", ".txt", ".md", ".rst")  # of the files of a folder that are read
-SKIPPED = ("site-packages", "test", "tests", "__pycache__")  # folders
+# Folders that are not read; pydoc_data is the language reference, of which RULER makes its essays.
+SKIPPED = ("site-packages", "test", "tests", "__pycache__", "pydoc_data")
 USUAL_LENGTH = 32768  # most tokens of a text, unless the model's context is shorter
 HELD_OUT = 10  # one text in so many, where none is named
 REPORT_TEXTS = 32  # held-out texts at most; others are left out at random

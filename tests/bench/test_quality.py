@@ -1,5 +1,6 @@
 """The suite `quality`: what it asks for, what becomes of scores and answers, and its checks."""
 
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
+import jspec
 from bench import quality, rejected
 from bench.drafters import SAMPLING
 from bench.real import check
@@ -15,7 +17,10 @@ from bench.settings import Settings
 from jspec.decode.draft import Drafted
 from jspec.eval.evaluate import Score
 from jspec.eval.ruler_bytes import TASKS
+from jspec.models.bundled import bundled_path
+from jspec.models.hashes import save_hashes
 from jspec.policies import Dense, Hata, Streaming
+from tests.conftest import OF_BYTES, make_decoder
 
 READ, DRAFT = quality.READING, quality.DRAFTING
 
@@ -43,6 +48,41 @@ def test_every_policy_reads_at_its_budget(monkeypatch):
     assert next(row["score"] for row in rows if row["name"] == "hata") == 100 / 64
     rows = list(READ.rows(READ.case("S=2K"), Settings(only=("hata", "loki-16"))))
     assert len(rows) == 1 + 2 * (2 + 3)  # dense; two policies at two usual and three more budgets
+
+
+def test_a_real_model_reads_by_trained_and_by_random_hashes(tmp_path, monkeypatch):
+    """With keys of 16 channels, and the questions of RULER in the model's own template."""
+    model = make_decoder(OF_BYTES)
+    jspec.save_model(model, tmp_path / "tiny")
+    shutil.copy(bundled_path() / "tokenizer.json", tmp_path / "tiny")
+    (tmp_path / "tiny" / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
+    specs = model.config.layers
+    arrays = tuple(np.ones((spec.kv_heads, spec.key_size, 128), np.float32) for spec in specs)
+    save_hashes(arrays, tmp_path / "hashes", {})
+    asked = []
+
+    def ruler_questions(tokenizer, tasks, length, examples, *, template):
+        asked.append(
+            (tasks, length, examples, template.render([{"role": "user", "content": "Hello"}]))
+        )
+        return []
+
+    def evaluate_all(model, tokenizer, runs, questions, **settings):
+        asked.append([run.policy for run in runs])
+        return [Score(0.0, {}, (), (), None)] * len(runs)
+
+    monkeypatch.setattr(quality, "ruler_questions", ruler_questions)
+    monkeypatch.setattr(quality, "evaluate_all", evaluate_all)
+    settings = Settings(quick=True, model=tmp_path / "tiny", hashes=tmp_path / "hashes")
+    rows = list(READ.rows(READ.case("S=2K"), settings))
+    (tasks, *size, text), policies = asked
+    assert (len(tasks), size, text) == (11, [2048, 3], "<Hello>")
+    by_name = {row["name"]: policy for row, policy in zip(rows, policies, strict=True)}
+    assert by_name["hata"].hashes == str(tmp_path / "hashes")
+    assert by_name["hata-random"] == Hata(budget=1 / 64)
+    assert all(row["case"]["model"] == "tiny" for row in rows)
+    sizes = {row["name"]: row["bytes"] for row in rows}
+    assert {sizes[name] for name in (*quality.EQUAL_BYTES, "hata-random")} == {16}
 
 
 def test_needles_are_counted_by_depth(monkeypatch):

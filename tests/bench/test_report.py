@@ -283,12 +283,16 @@ def test_quality_is_shown_as_scores_lengths_and_flips(tmp_path):
     folder.mkdir(parents=True)
     result = {"suite": "quality", "machine": MACHINE, "rows": rows}
     (folder / "quality.json").write_text(json.dumps(result))
+    # Another model of the same machine has lines of its own.
+    of_model = [x | {"case": x["case"] | {"model": "m"}, "score": 50.0} for x in rows[:2]]
+    (folder / "quality.m.json").write_text(json.dumps(result | {"rows": of_model}))
     report.write(folder.parent, tmp_path)
     text = (tmp_path / "RESULTS.md").read_text()
-    assert "| Test | 8K | bytes of a key | 0 | 16 |" in text
-    assert (
-        "|  |  | 0.39% | 99.0 |  |\n|  |  | 0.78% | 99.0 |  |\n|  |  | 1.56% | 99.0 | 1.6 |" in text
-    )
+    assert "| Test | bundled | 8K | bytes of a key | 0 | 16 |" in text
+    lines = ("0.39% | 99.0 | ", "0.78% | 99.0 | ", "1.56% | 99.0 | 1.6")
+    assert "\n".join(f"|  |  |  | {line} |" for line in lines) in text
+    assert "|  | m | 8K | bytes of a key | 0 | 16 |" in text
+    assert "|  |  |  | 1.56% | 50.0 | 50.0 |" in text
     texts = "2 texts of 512 tokens, 8 new ones each, gamma 2, 7 % of the context"
     assert f"| Test, {texts} | hata | 2.00 | +0.50 ± 0.25 |  |  |" in text
     assert "| Test | bundled | ordinary | 2 | 36 | 2 | 55.556 | 0.250 | 0.250 |" in text
