@@ -8,6 +8,7 @@ import pytest
 
 import jspec
 from jspec.ops.sample import number
+from tests.parameters import default_run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,7 +28,13 @@ def run(page: str) -> dict:
     return names
 
 
-@pytest.mark.parametrize("page", EXECUTED)
+# Each of the other pages is of one subject, whose own tests are in the default run.
+PAGES_BY_DEFAULT = ("README", "serving", "policies", "selection", "sampling", "extending")
+
+
+@pytest.mark.parametrize(
+    "page", default_run(EXECUTED, *PAGES_BY_DEFAULT, "simulator", "conformance")
+)
 def test_the_code_of_a_page_runs(page, small_bundled):
     names = run(page)
     if page == "sampling":

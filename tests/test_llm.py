@@ -143,6 +143,7 @@ def test_fewer_prompts_share_the_engine_of_more(short_bundled):
     assert engines_after(8, 8) == {2: 640, 1: 512, 8: 512}
 
 
+@pytest.mark.exhaustive
 def test_a_longer_request_gets_more_room(short_bundled, llm):
     other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=None)
     other.generate("x = ", SHORT)
@@ -200,6 +201,7 @@ def test_updated_weights_decode_and_compile_nothing(llm, monkeypatch):
     assert other.generate([1], short)[0].tokens == (3, 2, 1)
 
 
+@pytest.mark.exhaustive
 def test_an_update_makes_again_what_a_policy_learns_of_the_model(llm, short_bundled):
     draft = jspec.SelfDraft(jspec.policies.Loki(budget=32))
     other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=draft)

@@ -170,6 +170,7 @@ def test_a_step_by_a_backend_says_what_each_operation_took(tiny):
     assert "tokens_per_s" not in row  # the draft is noise
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sampling", "draft"),
     [("penalties", "vegas"), pytest.param("top5-paper", "verification", marks=pytest.mark.slow)],

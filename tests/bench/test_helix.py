@@ -17,6 +17,7 @@ from bench.settings import Settings
 from jspec.helix import attention as exchange
 from jspec.models.decoder import Decoder
 from tests.models.goldens import GOLDEN
+from tests.parameters import default_run
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 SMALL = "shape=tiny,B=2,S=64,gamma=2"
@@ -45,7 +46,8 @@ def is_refused(row: dict) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kvp", "tpa", "strategy"), [(4, 1, "helix"), (2, 2, "gather"), (2, 1, "medha")]
+    ("kvp", "tpa", "strategy"),
+    default_run([(4, 1, "helix"), (2, 2, "gather"), (2, 1, "medha")], "2-2-gather"),
 )
 def test_attention_on_a_mesh_is_checked_and_timed(kvp, tpa, strategy):
     text = f"B=2,S=64,heads=4/2,H=16,T=3,kvp={kvp},tpa={tpa},strategy={strategy}"
@@ -206,7 +208,13 @@ def is_told(result: tuple[str | None, dict[str, float]], name: str) -> None:
     assert error[name] > 0.1
 
 
-@pytest.mark.parametrize(("break_mesh", "draft"), [(off_by_one, "plain"), (base_2, "verify")])
+@pytest.mark.parametrize(
+    ("break_mesh", "draft"),
+    default_run(
+        {"off_by_one-plain": (off_by_one, "plain"), "base_2-verify": (base_2, "verify")},
+        "base_2-verify",
+    ),
+)
 def test_a_program_that_is_wrong_is_told(break_mesh, draft, monkeypatch):
     break_mesh(monkeypatch)
     jax.clear_caches()  # what is traced is kept

@@ -34,6 +34,7 @@ from jspec.decode.programs import PROGRAMS
 from jspec.models.bundled import bundled_path
 from jspec.models.hashes import save_hashes
 from tests.conftest import OF_BYTES, make_decoder
+from tests.parameters import default_run
 
 CONFIG = dataclasses.replace(OF_BYTES, max_context=4096)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
@@ -63,6 +64,7 @@ def cell(tokenizer, prompts):
     return made
 
 
+@pytest.mark.exhaustive
 def test_prompts_fit_and_cover_every_kind_with_every_question(prompts, tokenizer):
     lengths = [len(prompt.tokens) for prompt in prompts]
     assert 396 <= lengths[0] <= 400
@@ -164,7 +166,7 @@ def test_sampled_answers_pass_at_their_temperature_alone(cell):
     ]
 
 
-@pytest.mark.parametrize("name", ["ngram", "ngram-tree", "vegas"])
+@pytest.mark.parametrize("name", default_run(["ngram", "ngram-tree", "vegas"], "ngram-tree"))
 def test_a_row_of_a_drafter_and_no_further_program(cell, name):
     drafting = Drafting.of(name, 3, exact=False)
     cell.compile([(drafting, "greedy"), (drafting, "t0.8")])
@@ -305,6 +307,7 @@ def test_a_run_and_one_that_goes_on(folder, tmp_path, capsys):
     assert "--resume cannot read" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_second_model_drafts(folder, tmp_path, capsys):
     second, file = tmp_path / "second", tmp_path / "real.json"
     jspec.save_model(make_decoder(dataclasses.replace(CONFIG, vocab_size=272), seed=2), second)

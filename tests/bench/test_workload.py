@@ -9,6 +9,7 @@ import pytest
 from bench import verify, workload
 from bench.workload import make_kv, make_logits, make_tokens
 from jspec.ops.stochastic import VERIFY_STOCHASTIC
+from tests.parameters import default_run
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
@@ -67,7 +68,7 @@ def test_about_four_of_five_tokens_stand(one_hot):
     assert 0.6 < chosen.mean() < 0.9
 
 
-@pytest.mark.parametrize("draft", ["one-hot", "logits"])
+@pytest.mark.parametrize("draft", default_run(["one-hot", "logits"], "logits"))
 def test_the_reference_is_plausible_and_other_outcomes_are_not(draft):
     logits, arguments = verify.stochastic_inputs({"B": 64, "V": 3000, "draft": draft})
     outputs = jax.jit(partial(VERIFY_STOCHASTIC, **verify.STATIC))(*arguments)

@@ -14,7 +14,7 @@ from jspec.decode.stats import Stats
     ("draft", "temperature"),
     [
         ("ngram", "9"),
-        ("streaming", "0"),
+        pytest.param("streaming", "0", marks=pytest.mark.exhaustive),
         pytest.param("dense", "0", marks=pytest.mark.slow),
         ("none", "0"),
     ],

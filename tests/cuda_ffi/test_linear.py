@@ -9,6 +9,7 @@ from jspec.cuda_ffi import library
 from jspec.cuda_ffi.linear import linear_cuda, refuses
 from jspec.ops.quantized import MXFP4
 from tests.ops.test_quantized import numbers
+from tests.parameters import default_run
 from tests.triton.test_linear import arguments, in_double
 
 CASES = {
@@ -44,7 +45,12 @@ def run_or_skip(arrays, settings):
     return jax.jit(lambda *arrays: linear_cuda(*arrays, **settings))(*arrays)
 
 
-@pytest.mark.parametrize("case", CASES)
+# The others have sizes of real models.
+SMALL = ("qkv", "biased", "gate-up", "gated-biased", "down", "added-biased", "head", "odd-head")
+SMALL += ("int8-qkv", "int8-gate-up", "int8-down", "int8-odd", "mxfp4-odd", "mxfp4-gate-up")
+
+
+@pytest.mark.parametrize("case", default_run(list(CASES), *SMALL, "many-rows"))
 def test_equals_the_definition(case):
     arrays, settings = arguments(*CASES[case])
     got = run_or_skip(arrays, settings)
@@ -78,10 +84,14 @@ def test_every_scale_of_a_block_is_exact(scales, power):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *("gate-up", "added-biased", "head", "int8-gate-up", "int8-24-rows", "large-down"),
-        *("mxfp4-gate-up", pytest.param("mxfp4-24-rows", marks=pytest.mark.slow)),
-    ],
+    default_run(
+        [
+            *("gate-up", "added-biased", "head", "int8-gate-up", "int8-24-rows", "large-down"),
+            *("mxfp4-gate-up", "mxfp4-24-rows"),
+        ],
+        *("gate-up", "added-biased", "head", "int8-gate-up", "mxfp4-gate-up"),
+        slow=["mxfp4-24-rows"],
+    ),
 )
 def test_a_row_alone_is_the_row_among_others(case):
     arrays, settings = arguments(*CASES[case])

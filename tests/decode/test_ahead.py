@@ -22,6 +22,7 @@ from jspec.decode.state import StepRecord
 from jspec.processes import limit_steps
 from tests.decode.common import MIXED, NGRAM, STREAMING, options_of, prompts
 from tests.decode.watching import COUNTS, Watched, watched
+from tests.parameters import default_run
 
 NEW = SamplingParams(max_new_tokens=24, seed=5)
 LONG = SamplingParams(max_new_tokens=48, seed=5)
@@ -75,7 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", default_run(list(CASES), "sampled"))
 def test_what_is_generated_is_the_same(name, sharp, watch):
     settings = {"params": NEW, "steps_per_chunk": 2} | CASES[name]
     check_same(watch, lambda: told(generate(sharp, prompts()[:4], **settings)))

@@ -37,6 +37,7 @@ from jspec.decode.stats import Stats
 from jspec.decode.step import speculative_step
 from jspec.policies import Dense, Quest
 from tests.decode.common import options_of, prompts, requests
+from tests.parameters import default_run
 
 STEPS = 16
 
@@ -126,11 +127,17 @@ def run(choice: GammaChoice, world: World, chunks: int, ahead: int = 0) -> tuple
 COSTS = ((0.0, 0.01), (0.0, 0.2), (0.3, 0.01))
 GRID = [(*cost, *rest) for cost, *rest in itertools.product(COSTS, (0.0, 0.5, 0.9), (1, 32))]
 # A quarter by default: every cost, rate and number of rows, and both ways to choose.
-WAYS = [
-    pytest.param(*world, ahead, marks=[pytest.mark.slow] * ((i + i // 2 + ahead) % 4 > 0))
-    for i, world in enumerate(GRID)
-    for ahead in (0, 1)
-]
+QUICK = ("0.0-0.2-0.9-1-1", "0.3-0.01-0.0-32-1", "0.0-0.01-0.5-32-0")
+WAYS = default_run(
+    [(*world, ahead) for world in GRID for ahead in (0, 1)],
+    *QUICK,
+    slow=[
+        "-".join(map(str, (*world, ahead)))
+        for i, world in enumerate(GRID)
+        for ahead in (0, 1)
+        if (i + i // 2 + ahead) % 4
+    ],
+)
 
 
 @pytest.mark.parametrize(("draft", "verify", "rate", "rows", "ahead"), WAYS)
@@ -223,7 +230,7 @@ def test_a_hopeless_gamma_never_runs():
     assert max(chosen) < 8
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", default_run([0, 1], "1"))
 def test_looking_again_costs_a_bounded_share(ahead):
     """Where nothing is accepted, drafting takes under 1 % of the time that plain steps take.
 
@@ -345,15 +352,12 @@ def cycle_gammas(monkeypatch, gammas):
     return recorded
 
 
+QUEST = "quest:budget=16,page=4,sinks=1,recent=2,dense_layers=0"
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        "suffix:min_match=1",
-        "vegas",
-        pytest.param(
-            "quest:budget=16,page=4,sinks=1,recent=2,dense_layers=0", marks=pytest.mark.slow
-        ),
-    ],
+    default_run(["suffix:min_match=1", "vegas", QUEST], "vegas", slow=[QUEST]),
 )
 def test_greedy_tokens_are_the_plain_ones_whatever_is_chosen(name, tiny, monkeypatch):
     """Plain steps keep what the drafter needs: its index, what guides it, its pages."""

@@ -58,7 +58,7 @@ def plain(sharp, tiny):
 @pytest.mark.parametrize(
     ("pair", "name"),
     [
-        ("ngram-streaming", "sharp"),
+        pytest.param("ngram-streaming", "sharp", marks=pytest.mark.exhaustive),
         ("suffix-vegas", "tiny"),
         pytest.param("suffix-refreshed", "tiny", marks=slow),
         pytest.param("suffix-quest", "tiny", marks=slow),
@@ -101,6 +101,7 @@ def drafted(model, draft, gamma: int, params, second=None, steps: int = 0):
     return jax.device_get(propose(state))
 
 
+@pytest.mark.exhaustive
 def test_the_draft_is_that_of_its_second_drafter_alone(sharp, other):
     """The same tokens by the same numbers from the same logits, whatever the first one drafts."""
     params = [SamplingParams(max_new_tokens=30, temperature=row % 2, seed=row) for row in range(4)]

@@ -17,6 +17,7 @@ from jspec.decode.settings import PLAIN, StepConfig
 from jspec.decode.state import Models
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
+from tests.parameters import default_run
 from tests.policies.common import MATRIX, arrays_of
 
 PROMPTS = prompts((30, 7, 1))
@@ -31,7 +32,7 @@ def windowed():
     return make_decoder(dataclasses.replace(TINY, layers=layers), seed=3)
 
 
-@pytest.mark.parametrize("name", ["hata", "quest", pytest.param("loki", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", default_run(["hata", "quest", "loki"], "hata", slow=["loki"]))
 def test_it_keeps_what_a_direct_prefill_keeps(name, windowed):
     policy = MATRIX[name]
     models = Models(windowed, policy=arrays_of(policy, windowed.config.layers))

@@ -20,6 +20,7 @@ from jspec.decode.step import within_limits
 from jspec.policies import Dense, Streaming
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import DRAFTERS, full_logits, prompts
+from tests.parameters import default_run
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -206,12 +207,18 @@ def test_a_draft_model_may_be_padded_otherwise(size, tiny):
 
 @pytest.mark.parametrize(
     ("size", "draft", "rule"),
-    [
-        (37, ModelDraft(), "token"),
-        (48, ModelDraft(), "block"),
-        (37, Chain(ModelDraft(), SelfDraft(Streaming(1, 4)), inner=2, rounds=2), "token"),
-    ],
-    ids=["shorter", "longer", "chain"],
+    default_run(
+        {
+            "shorter": (37, ModelDraft(), "token"),
+            "longer": (48, ModelDraft(), "block"),
+            "chain": (
+                37,
+                Chain(ModelDraft(), SelfDraft(Streaming(1, 4)), inner=2, rounds=2),
+                "token",
+            ),
+        },
+        *("longer", "chain"),
+    ),
 )
 def test_a_draft_model_that_is_padded_otherwise_draws(size, draft, rule, tiny):
     """Greedy rows are the plain ones, and sampled ones have only the target's tokens."""

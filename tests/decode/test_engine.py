@@ -50,6 +50,7 @@ def test_a_long_prompt_does_not_stall_the_others(engine, behind):
     engine.run()
 
 
+@pytest.mark.exhaustive
 def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
     """Each has more of them than the table holds of its own."""
     monkeypatch.setattr("jspec.decode.chunks.PROGRAMS", Programs(limit=1))

@@ -12,6 +12,7 @@ from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 from tests.decode.conftest import COMPILED
 from tests.decode.engines import apart, check_arrivals, engine_of
+from tests.parameters import default_run
 
 SHORT, LONG, OTHER = (prompts((length,), seed=length)[0] for length in (20, 75, 60))
 
@@ -25,7 +26,8 @@ def answers(prompt, count, new=12):
 
 
 @pytest.mark.parametrize(
-    "name", ["ngram", "vegas", "suffix", "quest", pytest.param("model", marks=pytest.mark.slow)]
+    "name",
+    default_run(["ngram", "vegas", "suffix", "quest", "model"], "suffix", "quest", slow=["model"]),
 )
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
 def test_a_group_is_prefilled_once(name, prompt, sharp, other):
@@ -70,6 +72,7 @@ def test_a_group_of_short_prompts_takes_one_row_of_a_pass(sharp, monkeypatch):
         assert tokens == apart(sharp, "ngram", group).tokens
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
 @pytest.mark.parametrize("window", [5, None], ids=["ring", "linear"])
 def test_a_group_shares_its_prompt_where_rows_wrap_and_on_a_mesh(window):
@@ -113,6 +116,7 @@ def test_an_answer_that_is_cancelled_in_prefill_leaves_its_pieces_to_the_next(sh
     assert engine.stats.prompt_tokens - before == 75 - done
 
 
+@pytest.mark.exhaustive
 def test_groups_come_and_go(sharp):
     """In bursts, with cancellations, of prompts of all lengths."""
     rng = np.random.default_rng(4)

@@ -14,6 +14,7 @@ from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 from tests.decode.conftest import COMPILED
 from tests.decode.engines import QUEST, apart, engine_of
+from tests.parameters import default_run
 
 SYSTEM = prompts((70,), seed=8)[0]
 
@@ -43,7 +44,7 @@ def converse(engine, users, turns):
     return given, tuple(answers)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("suffix", "vegas", "model")]
+NAMES, SLOW = ("ngram", "quest", "lossy"), ("suffix", "vegas", "model")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def deep():
     return make_decoder(TINY, seed=1, head=8.0)
 
 
-@pytest.mark.parametrize("name", ["ngram", "quest", "lossy", *SLOW])
+@pytest.mark.parametrize("name", default_run([*NAMES, *SLOW], "lossy", slow=SLOW))
 def test_turns_of_a_conversation_are_prefilled_once(name, deep, other):
     engine = engine_of(deep, name, other, prefill_chunk=16)
     engine.warm_up()
@@ -66,7 +67,7 @@ def test_turns_of_a_conversation_are_prefilled_once(name, deep, other):
     assert engine.stats.prompt_tokens <= 3 * (66 + 3 * new)
 
 
-@pytest.mark.parametrize("name", ["suffix", "vegas", "lossy"])
+@pytest.mark.parametrize("name", default_run(["suffix", "vegas", "lossy"], "suffix"))
 def test_a_system_prompt_is_prefilled_once(name, sharp):
     """It is found in the row of the last prompt, and later in a slot."""
     rests = prompts((9, 20, 2, 30), seed=6)
@@ -149,6 +150,7 @@ def test_rows_that_wrap_are_not_taken_over():
     assert engine.stats.prompt_tokens == sum(len(text) for text, _ in given)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
 @pytest.mark.parametrize("name", [pytest.param("suffix", marks=pytest.mark.slow), "vegas"])
 def test_prefixes_are_found_on_a_mesh(name, sharp):

@@ -12,6 +12,7 @@ from jspec.config import SamplingParams
 from jspec.decode.engine import Engine
 from tests.conftest import TINY, make_decoder
 from tests.decode.engines import ON_A_MESH, SETTINGS, engine_of
+from tests.parameters import default_run
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_an_engine_holds_one_row_more_than_it_has_slots(slots, sharp):
     del arrays
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", default_run([200, 10_000], slow=["10000"]))
 def test_memory_is_flat(engine, count):
     before = engine.stats
     tracemalloc.start()

@@ -24,6 +24,7 @@ from tests.conftest import ONE_LAYER, make_decoder
 from tests.decode.common import prompts
 from tests.decode.conftest import COMPILED
 from tests.decode.engines import apart, engine_of, work
+from tests.parameters import default_run
 
 TEXTS = prompts((9, 3, 14, 40, 25))
 PARAMS = [
@@ -219,6 +220,7 @@ def test_weights_that_must_be_cast_are_freed_if_they_may_be(models):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(target), nnx.state(cast))
 
 
+@pytest.mark.exhaustive
 def test_memory_is_flat_over_many_updates(models):
     """As many bytes live after each update, and none of the earlier weights."""
 
@@ -250,7 +252,9 @@ def test_no_weight_is_in_memory_twice(models, monkeypatch):
     engine.update(numbers[2])
 
 
-@pytest.mark.parametrize("name", ["quantized", "magicpig", "lossy-hata"])
+@pytest.mark.parametrize(
+    "name", default_run(["quantized", "magicpig", "lossy-hata"], "quantized", "lossy-hata")
+)
 def test_what_is_made_of_the_weights_is_made_again(name, models):
     engine = engine_of(models[0], name)
     engine.warm_up()
@@ -337,6 +341,7 @@ def test_weights_are_updated_while_the_cache_is_released(models, expected, engin
 # --- many requests --------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
 def test_many_requests_with_updates_and_cancellations_get_what_they_get_alone(name, models):
     """Each by the weights that were there; updates recompute, and the cache comes and goes."""

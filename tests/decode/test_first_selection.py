@@ -17,6 +17,7 @@ from jspec.ops.attention.dense import causal
 from jspec.policies import SparseSpec, SpecExtend, Vegas
 from tests.conftest import make_decoder
 from tests.decode.common import prompts
+from tests.parameters import default_run
 
 GAMMA, BUDGET = 3, 6
 LENGTHS = (40, 1, 17, 4, 9)  # with chunks of 8 tokens, rows end in several of them
@@ -110,7 +111,7 @@ def check(guide, policy, queries_and_keys) -> None:
             assert picked_in(guide, row, layer) == expected, (row, layer)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", default_run(list(POLICIES), "weight", "pages"))
 def test_the_last_query_of_a_prompt_selects(name, tiny, queries_and_keys):
     """In ragged prompts that end in different chunks, and in the middle of one."""
     policy = POLICIES[name]
@@ -168,7 +169,7 @@ def test_slots_of_an_engine_select(tiny, queries_and_keys):
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize(
     "name",
-    ["logit", "weight", *(pytest.param(x, marks=pytest.mark.slow) for x in ("last", "softmax"))],
+    default_run(["logit", "weight", "last", "softmax"], "weight", slow=["last", "softmax"]),
 )
 def test_devices_of_a_mesh_select_together(name, tiny, queries_and_keys):
     policy, mesh = POLICIES[name], helix.HelixConfig(kvp=2, tpa=2, block=4)

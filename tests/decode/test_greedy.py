@@ -22,6 +22,7 @@ from tests.decode.common import (
     prompts,
     requests,
 )
+from tests.parameters import default_run
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,8 @@ def test_plain_decoding_follows_the_argmax_of_a_full_pass(name, plain, request):
 
 
 @pytest.mark.parametrize(
-    ("draft", "gamma"), [(STREAMING, 1), (NGRAM, 8)], ids=["streaming-1", "ngram-8"]
+    ("draft", "gamma"),
+    default_run({"streaming-1": (STREAMING, 1), "ngram-8": (NGRAM, 8)}, "ngram-8"),
 )
 def test_self_drafted_tokens_are_the_plain_ones(draft, gamma, plain, tiny, sharp):
     rates = {}
@@ -79,7 +81,7 @@ def test_a_second_models_tokens_are_the_plain_ones(gamma, plain, tiny, sharp, ot
         assert got.stats.acceptance_rate < 0.5
 
 
-@pytest.mark.parametrize(("source", "gamma"), [("model", 1), ("dense", 8)])
+@pytest.mark.parametrize(("source", "gamma"), default_run([("model", 1), ("dense", 8)], "dense-8"))
 def test_a_model_that_drafts_for_itself_is_never_rejected(source, gamma, plain, tiny):
     second = tiny if source == "model" else None
     draft = DRAFTERS[source]
@@ -98,7 +100,7 @@ def test_a_step_without_draft_tokens_gives_the_plain_tokens(draft, gamma, plain,
         assert got.stats.drafted == 0
 
 
-@pytest.mark.parametrize("source", ["ngram", "model"])
+@pytest.mark.parametrize("source", default_run(["ngram", "model"], "ngram"))
 def test_a_request_alone_gets_the_same_tokens(source, plain, sharp, other):
     for row in (0, 1):
         got = generate(
@@ -111,7 +113,7 @@ def test_a_request_alone_gets_the_same_tokens(source, plain, sharp, other):
         assert got.tokens == plain["sharp"].tokens[row : row + 1]
 
 
-@pytest.mark.parametrize("source", ["dense", "model"])
+@pytest.mark.parametrize("source", default_run(["dense", "model"], "model"))
 def test_a_capacity_without_a_slot_to_spare(source, sharp, other, plain):
     """Drafts that would run over the end of the cache are cut, not written."""
     params = SamplingParams(max_new_tokens=40)

@@ -23,6 +23,7 @@ from jspec.policies import Hata, SparseSpec, SpecExtend, Streaming, Vegas
 from jspec.policies.prepare import prepare_params
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
+from tests.parameters import default_run
 
 DRAFTS = {
     "vegas": "vegas:budget=6,least=0",
@@ -51,7 +52,7 @@ def plain(sharp):
 
 # Vegas as it is drafts in engines and on meshes too.
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "vegas")) for x in DRAFTS]
+    "name", default_run(list(DRAFTS), "sparsespec", "specextend", slow=["vegas"])
 )
 def test_greedy_tokens_stay_as_they_are(name, plain, sharp):
     got = generate(sharp, prompts(), requests(), gamma=3, draft=named_draft(DRAFTS[name]))
@@ -254,7 +255,12 @@ def drafted_by_definition(policy, models, state, gamma: int, tokens):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"refresh": 3}, {"refresh": 1, "per_head": True, "collect": "last"}], ids=str
+    "settings",
+    [
+        pytest.param({"refresh": 3}, marks=pytest.mark.exhaustive),
+        {"refresh": 1, "per_head": True, "collect": "last"},
+    ],
+    ids=str,
 )
 def test_each_draft_token_reads_what_the_definition_says(settings, tiny):
     """After a verification, of which rows took drafts of several lengths."""
@@ -270,6 +276,7 @@ def test_each_draft_token_reads_what_the_definition_says(settings, tiny):
             np.testing.assert_array_equal(columns["codes"][row, :length], codes[row, :length])
 
 
+@pytest.mark.exhaustive
 def test_a_round_of_a_chain_is_a_pass(tiny):
     """Where its first drafter drafts nothing, a round adds a token: the draft is that of passes."""
     policy = Vegas(budget=5, least=0, refresh=2)

@@ -18,6 +18,7 @@ from tests.decode.engines import VEGAS
 from tests.decode.processed import processed
 from tests.helix.test_decoding import CONFIG
 from tests.ops.laws import filtered_law
+from tests.parameters import default_run
 
 LENGTHS = (9, 5, 7, 3)
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -70,8 +71,11 @@ def check(model, prompt, params, tokens, logprobs: jspec.Logprobs) -> None:
 
 @pytest.mark.parametrize(
     ("draft", "gamma"),
-    [pytest.param(None, 0, marks=pytest.mark.slow), (NGRAM, 3), (STREAMING, 2)],
-    ids=["plain", "ngram", "streaming"],
+    default_run(
+        {"plain": (None, 0), "ngram": (NGRAM, 3), "streaming": (STREAMING, 2)},
+        "ngram",
+        slow=["plain"],
+    ),
 )
 def test_log_probabilities_are_those_of_a_pass_over_the_whole_text(draft, gamma, tiny, texts):
     got = jspec.generate(tiny, texts, PARAMS, draft=draft, gamma=gamma)
@@ -84,6 +88,7 @@ def test_log_probabilities_are_those_of_a_pass_over_the_whole_text(draft, gamma,
     check(tiny, texts[0], PARAMS[0], greedy.tokens[0], greedy.logprobs[0])
 
 
+@pytest.mark.exhaustive
 def test_an_engine_gives_them_to_requests_that_ask(tiny, texts):
     engine = jspec.Engine(
         tiny, slots=2, capacity=64, draft=NGRAM, gamma=3, logprobs=3, processors=[jspec.Penalties()]
@@ -138,7 +143,7 @@ def check_prompt(model, prompt, count, scores: jspec.TokenScores) -> None:
     np.testing.assert_allclose(scores.top_logprobs, expected.top_logprobs, atol=3e-5)
 
 
-@pytest.mark.parametrize("chunk", [4, 256])
+@pytest.mark.parametrize("chunk", default_run([4, 256], "4"))
 def test_tokens_of_prompts_are_scored_by_their_prefill(chunk, tiny):
     """Also in pieces of logits, and for a draft that scores a prompt's last query."""
     texts = prompts((150, 1, 9, 40))
@@ -246,6 +251,7 @@ def test_a_law_of_one_token_has_no_nan(tiny):
         assert got.tokens == ((token,) * 3,)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_shards_of_the_vocabulary_give_the_same():
     model = jspec.Decoder(CONFIG, rngs=nnx.Rngs(0))

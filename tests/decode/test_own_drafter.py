@@ -10,6 +10,7 @@ import pytest
 import jspec
 from jspec import helix, policies
 from tests.decode.common import prompts
+from tests.parameters import default_run
 
 NEW = jspec.SamplingParams(max_new_tokens=20)
 TEXTS = prompts((40, 1, 17, 6))
@@ -53,7 +54,7 @@ def test_it_is_lossless_on_one_device(sharp, plain):
     assert got.stats.accepted > 10
 
 
-@pytest.mark.parametrize("gamma", [2, "auto"])
+@pytest.mark.parametrize("gamma", default_run([2, "auto"], "2"))
 def test_it_is_lossless_in_an_engine(gamma, sharp, plain):
     """After a shared prefix too, whose state the request starts from."""
     sizes = {"slots": 2, "capacity": 64, "prefill_chunk": 8, "steps_per_chunk": 2}

@@ -17,6 +17,7 @@ from jspec.decode.step import decode_chunk
 from jspec.policies import Streaming, Vegas
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
+from tests.parameters import default_run
 from tests.policies.common import NormTopK
 
 DRAFTS = {
@@ -29,9 +30,7 @@ DRAFTS = {
 NEWCOMER, ITS_PARAMS = [7, 3, 7, 3, 9, 7, 3], SamplingParams(max_new_tokens=20)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "ngram")) for x in DRAFTS]
-)
+@pytest.mark.parametrize("name", default_run(list(DRAFTS), "model", "streaming", slow=["ngram"]))
 def test_a_slot_takes_another_request_while_others_go_on(name, sharp, other):
     """The newcomer gets what it gets alone, and the others what they get without it."""
     draft = DRAFTS[name]

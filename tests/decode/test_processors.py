@@ -19,6 +19,7 @@ from tests.decode.common import DRAFTERS, NGRAM, full_logits, prompts
 from tests.decode.engines import STREAMING
 from tests.decode.processed import processed
 from tests.helix.test_decoding import CONFIG
+from tests.parameters import default_run
 
 LENGTHS = (9, 5, 7, 3)
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -74,7 +75,9 @@ def test_tokens_are_those_of_the_documented_processors(tiny, texts, plain):
     assert all(a != b for a, b in zip(plain, without, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "plain"])
+@pytest.mark.parametrize(
+    "name", default_run([name for name in DRAFTERS if name != "plain"], "model", "streaming")
+)
 def test_no_drafter_changes_greedy_tokens(name, tiny, other, texts, plain):
     model = {"draft_model": other} if name == "model" else {}
     got = jspec.generate(tiny, texts, params(), draft=DRAFTERS[name], gamma=3, **model)
@@ -190,6 +193,7 @@ def test_a_step_without_processors_has_none_of_them(tiny, monkeypatch):
 needs_8 = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
+@pytest.mark.exhaustive
 @needs_8
 @pytest.mark.parametrize(
     "draft",
@@ -209,6 +213,7 @@ def test_shards_of_the_vocabulary_process_the_same_logits(draft):
     assert jspec.generate(sharded, texts, rows, **options).tokens == alone
 
 
+@pytest.mark.exhaustive
 @needs_8
 def test_rows_over_an_explicit_mesh_have_the_same_tokens(tiny, texts, plain):
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Explicit,))

@@ -17,6 +17,7 @@ from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk, speculative_step
 from jspec.dispatch import Backends
 from tests.decode.common import DRAFTERS, LENGTHS, NGRAM, STREAMING, options_of, prompts, requests
+from tests.parameters import default_run
 
 
 def test_switching_gamma_and_limits_compiles_once_for_each_gamma(sharp, compiled):
@@ -121,7 +122,7 @@ def test_the_step_takes_its_state(tiny):
     assert state.cache.keys(0).is_deleted()
 
 
-@pytest.mark.parametrize("source", ["streaming", "model"])
+@pytest.mark.parametrize("source", default_run(["streaming", "model"], "streaming"))
 def test_a_chunk_is_its_steps(source, sharp, other):
     """A chunk of 5 steps and 5 single steps end in the same state."""
     config = StepConfig(3, DRAFTERS[source])

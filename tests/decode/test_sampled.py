@@ -17,6 +17,7 @@ from jspec.decode.generation import generate
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from tests.decode.common import DRAFTERS, MIXED, NGRAM, STREAMING, prompts
+from tests.parameters import default_run
 
 
 def mixed_requests() -> list[SamplingParams]:
@@ -64,13 +65,11 @@ def test_every_backend_gives_the_same_tokens(source, hot, sharp, monkeypatch):
 
 @pytest.mark.parametrize(
     ("source", "rule"),
-    [
-        *(
-            pytest.param(source, "token", marks=[pytest.mark.slow] * (source in ("dense", "plain")))
-            for source in DRAFTERS
-        ),
-        ("streaming", "block"),
-    ],
+    default_run(
+        [*((source, "token") for source in DRAFTERS), ("streaming", "block")],
+        *("model-token", "streaming-block"),
+        slow=["dense-token", "plain-token"],
+    ),
 )
 def test_a_request_has_the_same_tokens_in_any_batch(source, rule, sharp, other):
     """In any row, among any others, alone, and however the work is cut."""
@@ -103,8 +102,14 @@ def test_a_request_alone_needs_less_machinery_for_the_same_tokens(settings, shar
 
 @pytest.mark.parametrize(
     ("draft", "gamma", "rule"),
-    [(NGRAM, 1, "token"), (NGRAM, 4, "block"), (SuffixDraft(min_match=1), 8, "token")],
-    ids=["ngram-1", "ngram-4-block", "suffix-8"],
+    default_run(
+        {
+            "ngram-1": (NGRAM, 1, "token"),
+            "ngram-4-block": (NGRAM, 4, "block"),
+            "suffix-8": (SuffixDraft(min_match=1), 8, "token"),
+        },
+        *("ngram-4-block", "suffix-8"),
+    ),
 )
 def test_one_hot_drafts_leave_the_tokens_of_plain_decoding(draft, gamma, rule, sharp):
     """Of every row, filtered or not: accepted tokens are those that their positions draw."""

@@ -75,6 +75,7 @@ def of_state(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> Name
     return NamedSharding(mesh, P("data", None, "model") if cache else P("data"))
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_was_loaded_onto_a_mesh_has_the_tokens_of_one_device():
     """On Auto axes; the example has Explicit ones."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -16,6 +16,7 @@ from jspec.decode.draft import autoregressive as draft_module
 from jspec.decode.draft import chain as chain_module
 from jspec.ops.sample import Role, sample
 from tests.decode.text_laws import OTHER_POLICIES, SAMPLED, SOURCES, Haunted, check_law
+from tests.parameters import default_run
 
 # Quest drafts as the dense policy does, in the cache; Vegas as it does where it is refreshed. Dense
 # drafts and plain decoding draw as other sources do, from the target's law.
@@ -31,7 +32,7 @@ MUTANT_ROWS = 3_000  # half of the rows of the checks, so that these have a marg
 
 
 @pytest.mark.parametrize(
-    "source", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in SOURCES]
+    "source", default_run(list(SOURCES), "streaming", "refreshed", "chain", slow=MORE)
 )
 def test_generated_texts_have_the_target_law(source):
     """Four tokens by gamma 2, so that every text takes several steps; fails below p = 1e-4."""

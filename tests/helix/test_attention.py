@@ -20,6 +20,7 @@ from jspec.helix.mesh import STRATEGIES, Strategy
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.merge import merge_attention
 from jspec.policies.read import in_slots, selected_slots
+from tests.parameters import default_run
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 BLOCK, SIZE = 4, 8
@@ -141,7 +142,9 @@ def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) ->
     assert shares == {(rows, rounded, kv_heads // tpa, SIZE)}
 
 
-@pytest.mark.parametrize(("kvp", "tpa", "heads", "tokens"), FIRST, ids=str)
+@pytest.mark.parametrize(
+    ("kvp", "tpa", "heads", "tokens"), default_run(FIRST, "8-1-mqa-9", "4-2-gqa-4"), ids=str
+)
 def test_attention_is_that_of_one_device(kvp, tpa, heads, tokens):
     check(kvp, tpa, heads, tokens)
 
@@ -161,7 +164,7 @@ MORE_OF_LATENTS = sorted(
 @pytest.mark.parametrize(
     ("kvp", "tokens", "where"),
     [
-        *FIRST_OF_LATENTS,
+        *default_run(FIRST_OF_LATENTS, "2-9-before"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_OF_LATENTS),
     ],
     ids=str,
@@ -205,7 +208,7 @@ def test_more_devices_than_key_value_heads_are_refused(kvp, tpa, kv_heads):
     HelixConfig(kvp=kvp * tpa // kv_heads, tpa=kv_heads).check_layer(0, 8, spec)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", default_run(STRATEGIES[1:], "gather"))
 def test_what_helix_is_compared_with_is_as_exact(strategy):
     """Two of four devices would hold copies of a key-value head under tensor parallelism."""
     check(2, 2, "gqa", 4, strategy)

@@ -22,6 +22,7 @@ from jspec.models.decoder import Decoder
 from jspec.policies.prepare import prepare_params
 from tests.decode.common import NGRAM, STREAMING, prompts
 from tests.models.goldens import GOLDEN
+from tests.parameters import default_run
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 CONFIG = ModelConfig.uniform(
@@ -158,7 +159,9 @@ def check(model, name: str, kvp: int, tpa: int, right: list[list[int]], *modes: 
 
 
 @pytest.mark.parametrize(
-    ("name", "kvp", "tpa"), [("ngram", 4, 1), ("ahead", 4, 2), ("vegas", 2, 2)], ids=str
+    ("name", "kvp", "tpa"),
+    default_run([("ngram", 4, 1), ("ahead", 4, 2), ("vegas", 2, 2)], "ngram-4-1", "ahead-4-2"),
+    ids=str,
 )
 def test_greedy_tokens_are_those_of_one_device(name, kvp, tpa, model, alone):
     check(model, name, kvp, tpa, alone, GREEDY)
@@ -182,7 +185,10 @@ MORE = (
 
 @pytest.mark.parametrize(
     ("name", "kvp", "tpa"),
-    [*FIRST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [
+        *default_run(FIRST, "hata-2-2"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
+    ],
     ids=str,
 )
 def test_greedy_and_sampled_rows_have_the_tokens_of_one_device(

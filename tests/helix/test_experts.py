@@ -16,6 +16,7 @@ from jspec.models.experts import MixtureOfExperts
 from jspec.ops.grouped import grouped_linear
 from jspec.ops.norm import RMS
 from jspec.parts import Experts
+from tests.parameters import default_run
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 WIDTH = 16
@@ -82,7 +83,7 @@ def check(kvp: int, tpa: int, ep: int, shared_size: int | None, favoured: int | 
         assert str(program.as_text()).count(" all-reduce(") == 1
 
 
-@pytest.mark.parametrize(("kvp", "tpa", "ep"), FIRST, ids=str)
+@pytest.mark.parametrize(("kvp", "tpa", "ep"), default_run(FIRST, "2-4-2", "3-2-3"), ids=str)
 def test_a_mixture_on_a_grid_gives_what_one_device_gives(kvp, tpa, ep):
     check(kvp, tpa, ep, shared_size=48, favoured=4)
 

@@ -14,6 +14,7 @@ from jspec import Rope, RopeScaling, load_model
 from jspec.models.rope import rope_frequencies
 from tests.models.goldens import CASES, INT8, OLD_KEYS, SHARDED
 from tests.models.helpers import GOLDEN, logits_of, one_pass, ragged
+from tests.parameters import default_run
 
 TOLERANCE = 1e-4
 SCALED = ["llama3", "llama_linear", "qwen2_yarn", "qwen3_yarn"]
@@ -47,8 +48,7 @@ SIBLINGS += ("olmo3", "phi3", "qwen2_moe", "smollm3")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SIBLINGS)) for name in CASES],
+    "name", default_run(list(CASES), "deepseek_v2", "gemma3", "gpt_oss", "qwen3", slow=SIBLINGS)
 )
 def test_cached_decoding_in_ragged_chunks(name):
     model, tokens, logits = load_golden(name)

@@ -30,6 +30,7 @@ from jspec.models.families import model_config
 from jspec.policies import ExactTopK, Vegas
 from tests.models.goldens import GOLDEN
 from tests.models.helpers import assert_equal, logits_of, one_pass, parameters
+from tests.parameters import default_run
 
 TINY = json.loads((GOLDEN / "gpt_oss" / "config.json").read_text())
 # As it is on the hub.
@@ -192,7 +193,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["ngram", *(pytest.param(n, marks=pytest.mark.slow) for n in DRAFTS if n != "ngram")]
+    "name", default_run(list(DRAFTS), slow=[name for name in DRAFTS if name != "ngram"])
 )
 def test_drafts_change_no_token(model, name):
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)

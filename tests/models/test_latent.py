@@ -30,6 +30,7 @@ from jspec.ops.norm import RMS
 from jspec.policies import Dense, ExactTopK
 from tests.models.goldens import GOLDEN
 from tests.models.helpers import assert_equal, parameters
+from tests.parameters import default_run
 
 V2, V3 = (
     json.loads((GOLDEN / name / "config.json").read_text())
@@ -209,13 +210,16 @@ def test_a_saved_model_comes_back_with_its_corrections_in_float32(tmp_path):
 
 @pytest.mark.parametrize(
     "draft",
-    [
-        NgramDraft(),
-        # An engine decodes this family by the same drafts.
-        pytest.param(SelfDraft(ExactTopK(budget=24, dense_layers=0)), marks=pytest.mark.slow),
-        SelfDraft(Dense()),
-    ],
-    ids=["ngram", "top-k", "dense"],
+    default_run(
+        {
+            "ngram": NgramDraft(),
+            # An engine decodes this family by the same drafts.
+            "top-k": SelfDraft(ExactTopK(budget=24, dense_layers=0)),
+            "dense": SelfDraft(Dense()),
+        },
+        "dense",
+        slow=["top-k"],
+    ),
 )
 def test_drafts_change_no_token(draft):
     model: Decoder = load_model(GOLDEN / "deepseek_v3")

@@ -1,5 +1,6 @@
 """MXFP4 weights of checkpoints: by their definition, kept and dequantised, and what is refused."""
 
+import itertools
 import json
 import shutil
 
@@ -29,6 +30,7 @@ from jspec.sharding import bytes_on_device
 from tests.models.goldens import GOLDEN
 from tests.models.goldens import MXFP4 as CASE
 from tests.models.helpers import edit_config, logits_of, one_pass
+from tests.parameters import default_run
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 SPLIT = PartitionSpec("x")
@@ -188,16 +190,13 @@ PARAMS = SamplingParams(max_new_tokens=16, ignore_eos=True)
 PROMPTS = [list(range(3, 60)), [9, 8, 7]]
 
 
-QUICK = {("quantized", ""), ("quantized", "mxfp4"), ("unquantized", "int8")}
-
-
 @pytest.mark.parametrize(
     ("stored", "kind"),
-    [
-        pytest.param(stored, kind, marks=[pytest.mark.slow] * ((stored, kind) not in QUICK))
-        for stored in ("quantized", "unquantized")
-        for kind in ("", "int8", "mxfp4")
-    ],
+    default_run(
+        itertools.product(("quantized", "unquantized"), ("", "int8", "mxfp4")),
+        "quantized-mxfp4",
+        slow=["quantized-int8", "unquantized-", "unquantized-mxfp4"],
+    ),
 )
 def test_drafts_change_no_token(kind, stored, request):
     model = request.getfixturevalue(stored)

@@ -29,6 +29,7 @@ from jspec import (
 from jspec.models import saved
 from tests.conftest import TINY
 from tests.models.helpers import GOLDEN, assert_equal, parameters
+from tests.parameters import default_run
 
 EVERYTHING = dataclasses.replace(
     TINY,
@@ -349,7 +350,9 @@ def test_missing_parts(written, victim):
         load_model(written)
 
 
-@pytest.mark.parametrize("victim", ["manifest.ocdbt", "ocdbt.process_0"])
+@pytest.mark.parametrize(
+    "victim", default_run(["manifest.ocdbt", "ocdbt.process_0"], "manifest.ocdbt")
+)
 def test_missing_data(written, victim):
     """One line, and no log line of orbax.
 

@@ -13,6 +13,7 @@ from jspec.models.errors import CheckpointError
 from jspec.models.gguf_tokenizer import SPLITTINGS
 from jspec.models.tokenizer import load_tokenizer
 from tests.models import tokenizers as made
+from tests.parameters import default_run
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ LINEAR = sorted({pattern for value in SPLITTINGS.values() for pattern in value.p
 LINEAR.remove(split_patterns.SUPERBPE[1])  # its time grows with the square of a run of digits
 
 
-@pytest.mark.parametrize("pattern", LINEAR)
+@pytest.mark.parametrize("pattern", default_run(LINEAR, *LINEAR[::6]))
 def test_patterns_of_gguf_files_are_linear(pattern):
     """Long runs of each kind of character take 50 ms; a quadratic pattern needs seconds."""
     library = made.with_pattern(pattern)

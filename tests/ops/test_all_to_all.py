@@ -18,6 +18,7 @@ from jspec.cuda_ffi import library
 from jspec.helix import HelixConfig
 from jspec.ops.all_to_all import By, all_reduce, all_to_all, refuses_all_to_all, takes
 from tests.pallas.mosaic import lower
+from tests.parameters import default_run
 
 
 def over(by: By, kvp: int, tpa: int = 1) -> HelixConfig:
@@ -68,7 +69,7 @@ def test_pieces_are_where_numpy_puts_them(by, kvp, tpa, shape, dtype):
 
 
 @pytest.mark.parametrize("by", ["pallas", "cuda"])
-@pytest.mark.parametrize("kvp", [2, 4])
+@pytest.mark.parametrize("kvp", default_run([2, 4], "2"))
 def test_messages_that_follow_each_other_are_not_mixed_up(by, kvp):
     """Of two sizes in turn, each of another content."""
     helix, steps = over(by, kvp), 400

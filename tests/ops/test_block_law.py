@@ -28,6 +28,7 @@ from tests.ops.toys import (
     make_toy,
     verify,
 )
+from tests.parameters import default_run
 
 # --- outcomes that are certain -----------------------------------------------------------------
 
@@ -168,6 +169,9 @@ LAWS: list[tuple[Toy, list[Group]]] = [
 NAMES = [toy.name for toy, _ in LAWS]
 # By the ragged lengths of the others, and by texts of gamma 3 in `tests.decode.test_text_law`.
 IMPLIED = ("gamma-1", "gamma-2", "gamma-3")
+# Each kind of draft, the most settings at once, and the other rule.
+FIRST = ("near-equal", "equal", "zero-mass", "disjoint", "empty", "one-hot", "one-hot-zero")
+FIRST += ("settings", "block", "block-zeros")
 
 
 @pytest.mark.parametrize(("toy", "groups"), LAWS, ids=NAMES)
@@ -201,10 +205,7 @@ def by_backend(backend: str, toy: Toy, groups: list[Group]):
 @every_backend(VERIFY_STOCHASTIC)
 @pytest.mark.parametrize(
     ("toy", "groups"),
-    [
-        pytest.param(toy, groups, id=toy.name, marks=[pytest.mark.slow] * (toy.name in IMPLIED))
-        for toy, groups in LAWS
-    ],
+    default_run(dict(zip(NAMES, LAWS, strict=True)), *FIRST, slow=IMPLIED),
 )
 def test_the_committed_block_has_the_ideal_law(toy, groups, backend):
     """Chi-square over all (accepted, tokens) at once; seeds 0, 1, ...; fails below p = 1e-4."""

@@ -17,6 +17,7 @@ from jspec.ops.vocabulary import NO_TOKEN
 from tests.ops.laws import LAST_NUMBER
 from tests.ops.test_block_law import FORCED, LAWS
 from tests.ops.toys import check_block_law, check_forced, fresh_verify
+from tests.parameters import default_run
 
 RIGHT = {
     name: getattr(module, name)
@@ -189,7 +190,15 @@ MUTANTS_OF_BLOCK = {
 CAUGHT = "p-value|impossible|seldom|draft"
 
 
-# One mutant of each check is in the default run; the others repeat a check.
+# One mutant of each kind of draft and of each rule is in the default run.
+FIRST = (
+    "accept shares with draft",
+    "<= for <",
+    "residual not normalised",
+    "draft lengths forgotten",
+)
+FIRST += ("one-hot residual keeps the rejected", "residual of the token rule")
+# The others repeat a check.
 REPEATED = (
     "one number for all roles",
     "residual shares with draft",
@@ -209,10 +218,11 @@ REPEATED = (
 
 
 def marked(mutants: dict[str, tuple]) -> list:
-    return [
-        pytest.param(*mutant, id=name, marks=[pytest.mark.slow] * (name in REPEATED))
-        for name, mutant in mutants.items()
-    ]
+    return default_run(
+        mutants,
+        *(name for name in FIRST if name in mutants),
+        slow=[name for name in REPEATED if name in mutants],
+    )
 
 
 @pytest.mark.parametrize(("patches", "check"), marked(MUTANTS))

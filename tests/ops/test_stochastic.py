@@ -12,6 +12,7 @@ from jspec.ops.sample import SAMPLE, Role, sample, settings_of
 from jspec.ops.stochastic import VERIFY_STOCHASTIC, verify_stochastic
 from tests.ops.drafts import FILTERS, GAMMA, PLAIN, assert_same, drafted, with_holes
 from tests.ops.laws import SAMPLED, sampling_of
+from tests.parameters import default_run
 
 
 def kernels(operation) -> pytest.MarkDecorator:
@@ -44,7 +45,8 @@ CASES = {
     "one-token": (3, 1, PLAIN, "float32"),
 }
 every_case = pytest.mark.parametrize(
-    ("count", "vocabulary", "params", "dtype"), CASES.values(), ids=list(CASES)
+    ("count", "vocabulary", "params", "dtype"),
+    default_run(CASES, "ragged-tiles", "many-tiles", "one-token"),
 )
 
 
@@ -58,10 +60,11 @@ REPEATED = [("filters", "distribution"), ("ragged-tiles", "one-hot"), ("many-til
 @kernels(VERIFY_STOCHASTIC)
 @pytest.mark.parametrize(
     ("case", "draft"),
-    [
-        pytest.param(*x, marks=[pytest.mark.slow] * (x in REPEATED), id="-".join(x))
-        for x in VERIFIED
-    ],
+    default_run(
+        {"-".join(x): x for x in VERIFIED},
+        *("ragged-tiles-distribution", "many-tiles-distribution", "one-token-block"),
+        slow=["-".join(x) for x in REPEATED],
+    ),
 )
 def test_verification_is_that_of_the_reference(backend, case, draft):
     count, vocabulary, params, dtype = CASES[case]

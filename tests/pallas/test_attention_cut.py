@@ -16,13 +16,17 @@ from jspec.pallas.attention_cut import (
     plan,
     reach,
 )
+from tests.parameters import default_run
 
 CAPACITIES = itertools.product([100, 8192, 8448, 40_000, 300_000], [1, 2, 8, 32])
 
 
 @pytest.mark.parametrize(
     ("slots", "kv_heads", "rows"),
-    [(*x, rows) for x, rows in zip(CAPACITIES, itertools.cycle([16, 17, 65]), strict=False)],
+    default_run(
+        [(*x, rows) for x, rows in zip(CAPACITIES, itertools.cycle([16, 17, 65]), strict=False)],
+        *("100-1-16", "8192-2-65", "8448-1-65", "40000-8-65", "300000-32-17"),
+    ),
 )
 def test_chunks_cover_a_capacity_once_and_begin_alike_in_every_other(slots, kv_heads, rows):
     chunks, longest = chunks_for(slots, kv_heads, rows), chunks_for(1_000_000, kv_heads, rows)
@@ -89,7 +93,7 @@ def test_items_are_the_chunks_that_queries_read(lengths, tokens, window):
 
 
 @pytest.mark.parametrize("slots", [32_768, 131_072])
-@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("rows", default_run([4, 40], "40"))
 @pytest.mark.parametrize("lengths", [(32_768,) * 8, (30_000, 9000, 17_777, 32_768), (32_000,)])
 def test_gangs_share_the_work_evenly(lengths, rows, slots):
     sizes = shape(len(lengths), slots, rows)

@@ -23,6 +23,7 @@ from jspec.policies.guided import Guidance, mean_query
 from jspec.policies.prepare import prepare_params
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
+from tests.parameters import default_run
 from tests.policies.common import BATCH, CAPACITY, LENGTHS, arrays_of, filled, random
 
 SOME: dict[str, Any] = {"budget": 5, "least": 0}
@@ -104,14 +105,17 @@ def best_of(policy: Guided, means, context_len: int) -> list[set[int]]:
 
 
 LINEAR = LinearLayout(CAPACITY)
-EACH = [pytest.param(name, LINEAR, id=name) for name in GUIDED]
-EACH += [
-    pytest.param(name, StripedLayout(CAPACITY, 3, 2), id=f"{name}-striped")
+EACH = {name: (name, LINEAR) for name in GUIDED}
+EACH |= {
+    f"{name}-striped": (name, StripedLayout(CAPACITY, 3, 2))
     for name in ("ends", "ratio", "sparsespec")
-]
+}
+# Each score, each choice of tokens that score, pages, and a layout where slots are not positions.
+FIRST = ("all-per-head", "accepted", "last-weight", "softmax", "weight-ahead-per-head")
+FIRST += ("specextend", "ratio-striped")
 
 
-@pytest.mark.parametrize(("name", "layout"), EACH)
+@pytest.mark.parametrize(("name", "layout"), default_run(EACH, *FIRST))
 def test_it_picks_the_highest_means(name, layout):
     """In ragged rows, one of them without a past, with NaN in all slots that hold nothing."""
     policy = GUIDED[name]

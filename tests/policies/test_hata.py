@@ -18,6 +18,7 @@ from jspec.policies import hata as module
 from jspec.policies.attend import SelectedAttend
 from jspec.policies.pass_state import PassState
 from jspec.policies.policy import columns_of, create_cache
+from tests.parameters import default_run
 from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, random
 
 POLICY = Hata(budget=8, sinks=1, recent=2, dense_layers=0, bits=32)
@@ -124,7 +125,7 @@ def assert_same(got, expected):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("change", SOME)
+@pytest.mark.parametrize("change", default_run(list(SOME), "plain", "none", "beyond", "served"))
 def test_it_gives_the_bits_of_its_parts(change, calls, monkeypatch):
     """Outputs, selections, keys, values and codes; two layers, one with a scale and a soft cap."""
     policy = dataclasses.replace(POLICY, **SOME[change])

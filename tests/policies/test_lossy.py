@@ -22,6 +22,7 @@ from jspec.policies.pass_state import PassState
 from jspec.policies.policy import with_pages
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
+from tests.parameters import default_run
 from tests.policies import reference
 from tests.policies.common import MATRIX, SharedTopK, arrays_of, random
 from tests.policies.test_selection import per_head
@@ -83,7 +84,7 @@ REPEATED = ("exact_topk", "magicpig")
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in REPEATED)) for x in reference.SCORES],
+    default_run(list(reference.SCORES), "quest", slow=REPEATED),
 )
 def test_it_decodes_as_brute_force_over_the_selection_does(name, wandering, dense):
     """The first layer reads all there is, the others what the paper's formula selects."""
@@ -125,6 +126,7 @@ def test_with_room_for_all_it_is_plain_decoding(policy, tiny):
     assert got.tokens == plain.tokens
 
 
+@pytest.mark.exhaustive
 def test_a_request_alone_gets_what_it_gets_among_others(tiny):
     settings = {"draft": None, "target": QUEST}
     whole = generate(tiny, prompts(), requests(), **settings)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jspec.policies.compact import Compact, CompactAttend
 from jspec.policies.dense import DenseAttend
 from jspec.policies.policy import create_cache
 from tests.decode.common import prompts, requests
+from tests.parameters import default_run
 from tests.policies.common import (
     BATCH,
     CAPACITY,
@@ -56,10 +58,7 @@ ELSEWHERE = ("dense", "streaming", "exact_topk", "shared top-k", "hata", "norms"
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ELSEWHERE))
-        for name in (*MATRIX, *WEIGHTED)
-    ],
+    default_run((*MATRIX, *WEIGHTED), "quest", slow=ELSEWHERE),
 )
 def test_as_a_drafter_it_leaves_greedy_tokens_as_they_are(name, plain, sharp):
     policy = (MATRIX | WEIGHTED)[name]
@@ -97,8 +96,15 @@ def selected_by(policy, cache, q) -> np.ndarray:
     return read | itself
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    default_run(
+        itertools.product(MATRIX, LAYOUTS),
+        *(f"{name}-linear" for name in MATRIX),
+        "hata-striped",
+        "quest-striped",
+    ),
+)
 def test_attention_reads_what_it_selects(name, layout):
     """Against attention with everything that was not selected masked, a head at a time."""
     policy = MATRIX[name]

@@ -12,6 +12,7 @@ from jspec.dispatch import BackendError
 from jspec.gpu import refuses_gpu
 from jspec.ops.attention import dense as module
 from jspec.ops.attention.dense import ATTENTION, attention, causal
+from tests.parameters import default_run
 
 # How near float32 comes: a GPU's exponential is an approximation.
 EXACT = 2e-6 if jax.default_backend() == "cpu" else 1e-5
@@ -242,7 +243,20 @@ def implementation(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# Each edge and each setting; the others have sizes in between.
+over_cases = pytest.mark.parametrize(
+    "case",
+    default_run(
+        CASES,
+        *("one-token", "one-slot", "four-tokens-padding", "seven-tokens-holes", "size-80"),
+        *("window-padding", "window-of-one-holes", "all-settings", "values-in-keys"),
+        *("latent-t1", "latent-window-softcap", "bfloat16", "8-bits-float32"),
+    ),
+    ids=lambda case: case.name,
+)
+
+
+@over_cases
 def test_equals_the_definition(case, implementation):
     out, lse = run(inputs(case, junk=0.0), implementation, **case.settings)
     expected_out, expected_lse = expected(case)
@@ -265,7 +279,7 @@ def test_real_shapes_equal_the_definition_on_a_gpu(case, implementation):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5 if is_float32 else 1e-2)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@over_cases
 def test_empty_slots_change_no_bit(case, implementation):
     clean = run(inputs(case, junk=0.0), implementation, **case.settings)
     for junk in (np.nan, np.inf, 3e38):
