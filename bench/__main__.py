@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("figures need matplotlib: pip install '.[bench]'")
         from bench import report
 
-        report.write(page=report.README, comparing=report.COMPARISON)
+        pages = {"comparing": report.COMPARISON, "repeating": report.PAPERS}
+        report.write(page=report.README, **pages)
         return 0
     if asked.suite == "tune":
         return _tune(parser, asked)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.report import comparison, figures, readme
-from bench.report.markdown import Line, table
+from bench.report import comparison, figures, papers, readme
+from bench.report.markdown import Line, refreshed, table
 from bench.report.questions import QUESTIONS, Question
 from bench.report.runs import JOINED, Run, read
 
@@ -15,6 +15,7 @@ RESULTS = ROOT / "results"
 DOCS = ROOT.parent / "docs"
 README = ROOT.parent / "README.md"
 COMPARISON = DOCS / "comparison.md"
+PAPERS = DOCS / "papers.md"
 HEAD = (
     "# Results\n\n"
     "Written by `python -m bench report` from `bench/results/`; edit neither by hand. A table "
@@ -28,6 +29,7 @@ def write(
     docs: Path = DOCS,
     page: Path | None = None,
     comparing: Path | None = None,
+    repeating: Path | None = None,
 ) -> None:
     """Write RESULTS.md and its pictures into ``docs``.
 
@@ -37,6 +39,7 @@ def write(
         docs: where to write.
         page: a README, whose part on real models is written too.
         comparing: a page whose tables on backends are written too, and their pictures next to it.
+        repeating: a page whose tables on the papers' figures are written too.
     """
     docs.mkdir(parents=True, exist_ok=True)
     runs = read(results)
@@ -46,7 +49,9 @@ def write(
     if comparing is not None:
         for family in comparison.FAMILIES:
             comparison.draw(family, runs, comparing.parent / comparison.picture_of(family))
-        comparing.write_text(comparison.refreshed(comparing.read_text(), runs))
+    for path, tables in ((comparing, comparison.TABLES), (repeating, papers.TABLES)):
+        if path is not None:
+            path.write_text(refreshed(path.read_text(), tables, runs))
     if page is not None:
         real = [run for run in runs if run.suite == "real"]
         page.write_text(readme.refreshed(page.read_text(), real))

@@ -1,12 +1,11 @@
 """The tables of docs/comparison.md: every operation, step and sharded attention by each backend.
 
-The prose of the page is written by hand; a table stands between a line that names it and `END`.
+The prose of the page is written by hand.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from bench.tune import points_of
 from jspec import tuned
 from jspec.ops import registry
 
-BEGIN = "<!-- table {}: written by `python -m bench report` -->"
-END = "<!-- end of table -->"
 NEAR = 1.03  # times of the fastest backend
 RIVAL = "best rival"
 
@@ -124,23 +121,6 @@ FAMILIES: dict[str, Sequence[Entry]] = {
         ),
     ),
 }
-
-
-def refreshed(page: str, runs: Sequence[Run]) -> str:
-    """``page`` with its tables written again.
-
-    Raises:
-        ValueError: for a table that the page names and that there is none of.
-    """
-
-    def written(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in TABLES:
-            raise ValueError(f"comparison.md has a table {name!r}; there are {', '.join(TABLES)}")
-        return f"{BEGIN.format(name)}\n\n{TABLES[name](runs)}\n{END}"
-
-    pattern = re.escape(BEGIN).replace(r"\{\}", r"([a-z ]+)") + ".*?" + re.escape(END)
-    return re.sub(pattern, written, page, flags=re.DOTALL)
 
 
 def operations(name: str, runs: Sequence[Run]) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.point import Row, best_clock
 from bench.table import cell, number, times
+
+# A table of a page stands between a line that names it and `END`.
+BEGIN = "<!-- table {}: written by `python -m bench report` -->"
+END = "<!-- end of table -->"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +99,20 @@ def microseconds(row: Row) -> float:
     time = best_clock(row)
     assert time is not None
     return time.median
+
+
+def refreshed(page: str, tables: Mapping[str, Callable[[Any], str]], runs: Any) -> str:
+    """``page`` with its tables written again, each by the function of its name, from ``runs``.
+
+    Raises:
+        ValueError: for a table that the page names and that there is none of.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in tables:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(tables)}")
+        return f"{BEGIN.format(name)}\n\n{tables[name](runs)}\n{END}"
+
+    pattern = re.escape(BEGIN).replace(r"\{\}", r"([a-z ]+)") + ".*?" + re.escape(END)
+    return re.sub(pattern, written, page, flags=re.DOTALL)

@@ -6,6 +6,7 @@ import pytest
 
 from bench import report
 from bench.report import code, comparison, whole
+from bench.report.markdown import BEGIN, END, refreshed
 from bench.report.runs import Run, read
 from jspec.ops import operations
 
@@ -184,7 +185,7 @@ def test_every_kernel_file_is_counted():
 
 def test_the_committed_page_is_that_of_the_results():
     page = report.COMPARISON.read_text()
-    written = comparison.refreshed(page, read(report.RESULTS))
+    written = refreshed(page, comparison.TABLES, read(report.RESULTS))
     # Lines of code change with every kernel, and the page is written with the next results.
     before, after = (text.partition("## What a kernel costs")[0] for text in (page, written))
     assert before.replace("not written", "not measured") == after.replace(
@@ -196,8 +197,6 @@ def test_the_committed_page_is_that_of_the_results():
 
 
 def test_a_table_that_there_is_none_of_is_an_error():
-    page = f"{comparison.BEGIN.format('songs')}\n{comparison.END}\n"
-    with pytest.raises(
-        ValueError, match=r"comparison.md has a table 'songs'; there are verification,"
-    ):
-        comparison.refreshed(page, [])
+    page = f"{BEGIN.format('songs')}\n{END}\n"
+    with pytest.raises(ValueError, match="there is no table 'songs'; there are verification,"):
+        refreshed(page, comparison.TABLES, [])
