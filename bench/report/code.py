@@ -12,7 +12,7 @@ JSPEC = Path(__file__).parents[2] / "jspec"
 # Files by family and backend; what C++ runs on CPUs is left out.
 FILES: dict[str, dict[str, tuple[str, ...]]] = {
     "verification": {
-        "pallas": ("pallas/verify.py", "pallas/commit.py"),
+        "pallas": ("pallas/verify.py", "pallas/commit.py", "pallas/tree.py"),
         "cuda": ("cuda_ffi/verify.py", "cuda_ffi/commit.py", "cuda_ffi/src/verify/*"),
         "triton": ("triton/verify*.py", "triton/commit*.py", "triton/tree*.py"),
     },

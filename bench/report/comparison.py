@@ -65,6 +65,7 @@ FAMILIES: dict[str, Sequence[Entry]] = {
             dict.fromkeys(("pallas", "triton"), "the paper compares its two CUDA kernels"),
         ),
         Entry("verify_and_commit", [{"B": 32, "T": t, "V": 128256} for t in (1, 9)]),
+        Entry("verify_tree", [{"B": 32, "gamma": gamma} for gamma in (7, 15)], None),
     ),
     "packing": (
         Entry(
@@ -78,6 +79,11 @@ FAMILIES: dict[str, Sequence[Entry]] = {
                 VERIFY | {"gamma": 8, "D": 128, "l2": "cold"},
                 VERIFY | {"gamma": 128, "D": 2048, "l2": "cold"},
             ],
+            "copy",
+        ),
+        Entry(
+            "pack_path",
+            [{"B": b, "n": 8, "layers": 36, "heads": "32/8", "H": 128} for b in (1, 32)],
             "copy",
         ),
     ),

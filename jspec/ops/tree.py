@@ -87,7 +87,8 @@ def verify_tree(
 ) -> tuple[Verified, Array]:
     """Follow the target's tokens through a tree, as long as a child equals them.
 
-    Where children of a node are equal, the deepest path that matches is followed.
+    Where children of a node are equal, the deepest path that matches is followed, of equally deep
+    ones that with the first last node.
 
     Args:
         draft_tokens: int32 ``[B, gamma]``, gamma at most 31; the token of node i + 1 is number i.
@@ -188,11 +189,17 @@ _SHAPES = {
 }
 
 
+def _equal_siblings() -> tuple[np.ndarray, ...]:
+    draft, target, *rest = random_tree(*_SHAPES["sixteen"])
+    return draft % 2, target % 2, *rest
+
+
 def _cases() -> list[Case]:
-    return [
+    cases = [
         Case(name, functools.partial(random_tree, *shape), small=shape[3] == "int32")
         for name, shape in _SHAPES.items()
     ]
+    return [*cases, Case("equal-siblings", _equal_siblings, small=True)]
 
 
 # Backends return the fields of `Verified`, then the path.
@@ -201,6 +208,7 @@ VERIFY_TREE = Operation(
     {
         "xla": Backend("xla", _xla, always),
         "cuda": "jspec.cuda_ffi.verify:TREE",
+        "pallas": "jspec.pallas.tree:VERIFY_TREE",
         "triton": "jspec.triton.tree:VERIFY_TREE",
     },
     greedy_sizes,

@@ -18,14 +18,12 @@ over_backends = every_backend(VERIFY_TREE)
 
 
 def walk(draft, target, parents, length: int) -> list[int]:
-    """The nodes that follow the root while one equals the target's token."""
-    nodes = [0]
-    while True:
-        children = [i + 1 for i in range(length) if parents[i] == nodes[-1]]
-        equal = [i for i in children if draft[i - 1] == target[nodes[-1]]]
-        if not equal:
-            return nodes[1:]
-        nodes.append(equal[0])
+    """The nodes of the deepest path that equals the target's tokens, of equals the first."""
+    paths: dict[int, list[int]] = {0: []}
+    for node, (token, parent) in enumerate(zip(draft[:length], parents, strict=False), 1):
+        if parent in paths and token == target[parent]:
+            paths[node] = [*paths[parent], node]
+    return max(paths.values(), key=len)
 
 
 def outcome(draft, target, parents, length: int, stops) -> tuple[dict, list[int]]:
