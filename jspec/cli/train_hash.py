@@ -211,9 +211,11 @@ def _progress(deadline: float | None) -> Iterator[Callable[[str, int, int], None
             nonlocal shown_at
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=total)
+            was_done = bars.tasks[tasks[what]].completed == total
             bars.update(tasks[what], completed=done)
             now = time.monotonic()
-            if bars.disable and (done == total or now >= shown_at + LINE_SECONDS):
+            ends = done == total and not was_done
+            if bars.disable and (ends or now >= shown_at + LINE_SECONDS):
                 shown_at = now
                 print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
             # All layers are learned before the report, which is not worth another run.
