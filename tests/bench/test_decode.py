@@ -93,6 +93,7 @@ def rows(benchmark, text: str, *names: str, **settings) -> dict[str, dict]:
     return {row["name"]: row for row in measured}
 
 
+@pytest.mark.exhaustive
 def test_a_pass_is_checked_timed_and_compared_with_its_floor(tiny):
     row = rows(PASS, "S=300,T=3")["plain"]
     assert (row["operation"], row["checked"], len(row["step_ns"])) == ("pass", "2 layers", 3)
@@ -285,6 +286,7 @@ def test_a_pass_reads_the_experts_that_its_tokens_hit():
     assert shapes.product_flops(model, 40) == 40 * (rest + 2 * one)
 
 
+@pytest.mark.exhaustive
 def test_padding_differs_at_all_positions():
     """Equal tokens would all choose the same experts."""
     model = shapes.random_model(dataclasses.replace(MIXTURE, vocab_size=40009))

@@ -128,6 +128,7 @@ def test_stages_of_the_layer_have_the_kernels_of_those_before():
         assert all(backend in known[operation] for operation, backend in named.items())
 
 
+@pytest.mark.exhaustive
 def test_each_stage_is_checked_and_timed_or_says_why_not():
     case = parts.BENCHMARK.case("B=2,S=256,heads=4/2,H=64,n=96,R=32")
     rows = {row["name"]: row for row in parts.rows(case, Settings(quick=True))}

@@ -125,7 +125,7 @@ def test_the_error_of_tokens_per_step_against_the_bootstrap():
     assert (alone.mean, np.isnan(alone.error)) == (2.5, True)
 
 
-@pytest.mark.parametrize("sampling", ["t0.8", "paper"])
+@pytest.mark.parametrize("sampling", default_run(["t0.8", "paper"], "paper"))
 def test_scores_of_answers_against_the_sampling_law(cell, sampling):
     """Mean and variance of the log-probability, from logits without a cache."""
     params = params_of(sampling, 1, 1)[0]

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 
 def test_results_go_to_a_file_line_by_line(run, tmp_path):
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -96,6 +98,7 @@ def test_requests_file_serves_the_good_lines(run, tmp_path):
         assert f"line {number}:" in err
 
 
+@pytest.mark.exhaustive
 def test_a_request_does_not_depend_on_its_neighbours(run, tmp_path):
     expected = {"prompt": "class A:\n", "max_new_tokens": 16, "temperature": 0.9, "seed": 5}
     alone, among = tmp_path / "a.jsonl", tmp_path / "b.jsonl"

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 
 def test_same_seed_same_text(run, source):
     arguments = ["--prompt-file", source, "--max-new-tokens", "24", "--temperature", "1", "--json"]
@@ -25,6 +27,7 @@ def test_a_fresh_seed_is_told_and_repeats_the_text(run, source):
     assert repeated["tokens"] == first["tokens"]
 
 
+@pytest.mark.exhaustive
 def test_each_sampled_line_has_another_seed(run, tmp_path):
     file = tmp_path / "requests.jsonl"
     asked = {"prompt": "def f(x):\n", "max_new_tokens": 32, "temperature": 1.0}

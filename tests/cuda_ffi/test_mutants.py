@@ -17,7 +17,6 @@ from jspec.cuda_ffi.build import SRC
 from jspec.cuda_ffi.toolchain import FLAGS, find
 from tests.ops.test_mutants import CAUGHT, check_mutant
 from tests.ops.toys import fresh_verify
-from tests.parameters import default_run
 
 HANDLER, SOURCE = "sample/stochastic_ffi.cc", "sample/stochastic_cpu.cc"
 
@@ -101,16 +100,15 @@ def check(name: str) -> None:
     check_mutant(name, fresh_verify("cuda"))
 
 
+@pytest.mark.exhaustive
 def test_the_handler_as_it_is_passes(call_built_from):
     called = call_built_from("as it is", (SRC / SOURCE).read_text())
     check("gamma-2")
     assert called
 
 
-@pytest.mark.parametrize(
-    ("name", "mutant"),
-    default_run({name: (name, mutant) for name, mutant in MUTANTS.items()}, "stale q"),
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "mutant"), MUTANTS.items(), ids=MUTANTS)
 def test_a_mutant_is_caught(name, mutant, call_built_from):
     text = (SRC / SOURCE).read_text()
     assert text.count(mutant.old) == 1

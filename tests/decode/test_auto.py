@@ -426,6 +426,7 @@ def test_what_has_nothing_to_choose_is_refused(settings, message, tiny):
         generate(tiny, [[1]], gamma="auto", **settings)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "draft",
     [

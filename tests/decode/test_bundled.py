@@ -8,6 +8,7 @@ import pytest
 import jspec
 from jspec.eval.sample import prepared
 from tests.conftest import first_layers
+from tests.parameters import default_run
 
 SOURCES = ("streaming", "ngram", "model")
 # Drafts of policies: a first layer that is dense, and selections far smaller than the prompts.
@@ -82,7 +83,7 @@ def shortly(bundled, two_layers):
 
 # The whole model decodes with n-gram drafts in the README's commands.
 @pytest.mark.parametrize(
-    "source", [pytest.param("streaming", marks=pytest.mark.slow), "model", "hata"]
+    "source", default_run(["streaming", "model", "hata"], "hata", slow=["streaming"])
 )
 def test_real_text_is_decoded_as_plainly(two_layers, short_bundled, shortly, source):
     some, plain = shortly

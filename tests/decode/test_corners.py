@@ -9,6 +9,7 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import ModelDraft, NgramDraft
 from jspec.decode.generation import generate
 from tests.decode.common import prompts, requests
+from tests.parameters import default_run
 
 
 class Broken(nnx.Module):
@@ -40,8 +41,14 @@ NEIGHBOURS = {
 
 @pytest.mark.parametrize(
     ("neighbour", "draft"),
-    [("greedy", NgramDraft(1, 4)), ("sampled", NgramDraft(1, 4)), ("filtered", None)],
-    ids=["greedy", "sampled", "filtered"],
+    default_run(
+        {
+            "greedy": ("greedy", NgramDraft(1, 4)),
+            "sampled": ("sampled", NgramDraft(1, 4)),
+            "filtered": ("filtered", None),
+        },
+        *("sampled", "filtered"),
+    ),
 )
 def test_a_greedy_row_does_not_depend_on_what_its_neighbours_need(neighbour, draft, tiny):
     model = Broken(tiny)

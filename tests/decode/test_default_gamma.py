@@ -45,6 +45,7 @@ def test_it_is_chosen_where_no_seeded_token_depends_on_it(settings, greedy, samp
     assert resolved.config.gamma == max(greedy)
 
 
+@pytest.mark.exhaustive
 def test_one_hot_drafts_of_any_gamma_give_the_tokens_of_plain_decoding(sharp, cycled):
     rows = [SamplingParams(max_new_tokens=24, seed=row, **MIXED[row]) for row in range(len(MIXED))]
     plain = generate(sharp, prompts(), rows, draft=None)

@@ -21,6 +21,7 @@ from jspec.decode.step import decode_step
 from jspec.ops.cached import FLOAT8
 from tests.decode.common import DRAFTERS, NGRAM, STREAMING, prompts
 from tests.decode.test_one_layer_model import OneLayer
+from tests.parameters import default_run
 
 TWELVE = SamplingParams(max_new_tokens=12)
 
@@ -73,7 +74,7 @@ def test_activations_of_bfloat16_fit_every_drafter(source, cache_dtype):
     assert dtypes(after) == dtypes(state)
 
 
-@pytest.mark.parametrize("cache_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("cache_dtype", default_run(["bfloat16", "float8_e4m3fn"], "float8_e4m3fn"))
 def test_a_cache_of_fewer_bits_serves_activations_of_float32(cache_dtype):
     """Keys and values are rounded once, when they are written: drafts change no token."""
     settings = {"cache_dtype": cache_dtype, "gamma": 3}

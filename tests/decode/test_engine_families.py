@@ -1,6 +1,7 @@
 """The engine with real families: windows, sinks, experts, latents; each gets what it gets alone."""
 
 import functools
+import itertools
 
 import pytest
 
@@ -9,6 +10,7 @@ from jspec.decode.draft import GuidedDraft, ModelDraft, SelfDraft, SuffixDraft
 from jspec.policies import ExactTopK, Vegas
 from tests.decode.common import NGRAM, prompts
 from tests.models.goldens import GOLDEN
+from tests.parameters import default_run
 
 DRAFTS = {
     "ngram": NGRAM,
@@ -39,11 +41,11 @@ def alone(name: str) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("name", "draft"),
-    [
-        pytest.param(name, draft, marks=[] if (name, draft) in QUICK else pytest.mark.slow)
-        for name in FAMILIES
-        for draft in DRAFTS
-    ],
+    default_run(
+        itertools.product(FAMILIES, DRAFTS),
+        *("gemma3-vegas", "deepseek_v3-topk"),
+        slow=[f"{name}-{x}" for name in FAMILIES for x in DRAFTS if (name, x) not in QUICK],
+    ),
 )
 def test_a_family_gets_what_it_gets_alone(name, draft):
     """Of three slots one is used twice, and one prompt goes on after a shared prefix."""

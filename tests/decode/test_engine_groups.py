@@ -27,7 +27,7 @@ def answers(prompt, count, new=12):
 
 @pytest.mark.parametrize(
     "name",
-    default_run(["ngram", "vegas", "suffix", "quest", "model"], "suffix", "quest", slow=["model"]),
+    default_run(["ngram", "vegas", "suffix", "quest", "model"], "quest", slow=["model"]),
 )
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
 def test_a_group_is_prefilled_once(name, prompt, sharp, other):

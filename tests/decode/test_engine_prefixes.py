@@ -67,7 +67,7 @@ def test_turns_of_a_conversation_are_prefilled_once(name, deep, other):
     assert engine.stats.prompt_tokens <= 3 * (66 + 3 * new)
 
 
-@pytest.mark.parametrize("name", default_run(["suffix", "vegas", "lossy"], "suffix"))
+@pytest.mark.parametrize("name", default_run(["suffix", "vegas", "lossy"], "lossy"))
 def test_a_system_prompt_is_prefilled_once(name, sharp):
     """It is found in the row of the last prompt, and later in a slot."""
     rests = prompts((9, 20, 2, 30), seed=6)

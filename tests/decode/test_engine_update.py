@@ -274,6 +274,7 @@ def test_what_is_made_of_the_weights_is_made_again(name, models):
     assert len(COMPILED) == compiled
 
 
+@pytest.mark.exhaustive
 def test_a_draft_model_that_the_caller_passed_stays(models):
     engine = engine_of(models[0], "model", models[2])
     engine.update(models[1])
@@ -284,6 +285,7 @@ def test_a_draft_model_that_the_caller_passed_stays(models):
     assert tuple(x.tokens for x in requests) == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
 def test_weights_go_to_the_devices_of_the_engine(models):
     """From one device to the shares of a mesh, also from those of another mesh."""

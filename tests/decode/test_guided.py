@@ -131,6 +131,7 @@ def test_a_guide_on_a_mesh_is_of_a_devices_positions_and_heads():
     assert specs == Guide((P(None, "k"), None, P(None, "t", "k")), P())  # pyright: ignore
 
 
+@pytest.mark.exhaustive
 def test_more_room_gives_a_ratio_more_room(sharp):
     """A capacity of twice the size holds twice as many picked positions, and the same text."""
     config = StepConfig(3, GuidedDraft(Vegas(budget=0.25, least=0)))

@@ -18,6 +18,7 @@ from jspec.decode.state import Models
 from jspec.policies import POLICIES
 from tests.decode.common import prompts, requests
 from tests.decode.followers import Followers
+from tests.parameters import default_run
 from tests.policies.common import NormTopK
 
 
@@ -30,7 +31,7 @@ def tables(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "draft"),
     [
-        ("tiny", "followers:window=3"),
+        pytest.param("tiny", "followers:window=3", marks=pytest.mark.exhaustive),
         pytest.param("tiny", "norms:budget=4", marks=pytest.mark.slow),
         pytest.param("sharp", "followers:window=3", marks=pytest.mark.slow),
         ("sharp", "norms:budget=4"),
@@ -58,7 +59,7 @@ def test_the_drafter_learns_from_what_was_committed(sharp):
     assert (np.asarray(state.draft) != before).any()
 
 
-@pytest.mark.parametrize("draft", ["followers", "norms:budget=64"])
+@pytest.mark.parametrize("draft", default_run(["followers", "norms:budget=64"], "followers"))
 def test_the_command_knows_them(draft, capsys, short_command):
     arguments = ["generate", "--prompt", "def add(a, b):\n", "--max-new-tokens", "6"]
     assert cli.main([*arguments, "--draft", draft, "--gamma", "2", "--compare", "--json"]) == 0

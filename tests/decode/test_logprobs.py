@@ -107,6 +107,7 @@ def test_an_engine_gives_them_to_requests_that_ask(tiny, texts):
     assert engine.stats.compilations == programs
 
 
+@pytest.mark.exhaustive
 def test_a_request_that_its_callback_ends_has_as_many_as_tokens(tiny, texts):
     engine = jspec.Engine(tiny, slots=2, capacity=64, draft=NGRAM, gamma=3, logprobs=1)
     params = jspec.SamplingParams(30, logprobs=1)
@@ -161,6 +162,7 @@ def test_tokens_of_prompts_are_scored_by_their_prefill(chunk, tiny):
     assert bare.prompt_logprobs == (None,) * 4
 
 
+@pytest.mark.exhaustive
 def test_an_engine_prefills_prompts_that_are_scored_whole(tiny, other):
     """After a shared prefix, and where a row has the prompt; in groups; nothing compiles."""
     engine = jspec.Engine(
@@ -214,6 +216,7 @@ def test_prompts_are_not_scored_where_nobody_takes_it(tiny):
         jspec.generate(tiny, [[1, 2]], params, prefilled=state, draft=None)
 
 
+@pytest.mark.exhaustive
 def test_steps_of_a_loop_record_them(tiny, texts):
     config, params = jspec.StepConfig(2, NGRAM), jspec.SamplingParams(8, logprobs=2)
     state = jspec.start_decoding(tiny, texts[:1], jspec.SamplingParams(8), config, capacity=64)

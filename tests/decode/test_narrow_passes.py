@@ -10,6 +10,7 @@ from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from tests.decode.common import DRAFTERS, NGRAM, prompts
+from tests.parameters import default_run
 
 STEPS = 12
 
@@ -37,7 +38,7 @@ def passes(
     return widths, drafted
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", default_run([1, 3], "3"))
 def test_a_step_without_a_draft_passes_one_token(rows, tiny, monkeypatch):
     widths, drafted = passes(tiny, StepConfig(4, NGRAM), prompts()[1 : rows + 1], monkeypatch)
     assert widths == [5 if any_drafted else 1 for any_drafted in drafted]

@@ -10,6 +10,7 @@ from flax import nnx
 from jspec.config import LayerSpec, SamplingParams
 from jspec.decode.generation import generate
 from tests.decode.common import DRAFTERS, full_logits, prompts
+from tests.parameters import default_run
 
 TWELVE = SamplingParams(max_new_tokens=12)
 
@@ -48,7 +49,7 @@ class OneLayer(nnx.Module):
         return 8 * self.head(hidden)
 
 
-@pytest.mark.parametrize("source", DRAFTERS)
+@pytest.mark.parametrize("source", default_run(list(DRAFTERS), "plain", "ngram", "streaming"))
 def test_a_flax_model_of_the_user(source):
     model = OneLayer(0)
     assert not jnp.issubdtype(jax.tree.leaves(model)[0].dtype, jnp.floating)

@@ -53,6 +53,7 @@ def test_a_slot_takes_another_request_while_others_go_on(name, sharp, other):
         assert known == [*text, *tokens]
 
 
+@pytest.mark.exhaustive
 def test_a_sampled_newcomer_changes_the_mode_and_no_greedy_token(sharp):
     config = StepConfig(3, NgramDraft(1, 4))
     state = start_decoding(sharp, prompts(), requests(), config)

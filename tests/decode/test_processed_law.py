@@ -18,6 +18,7 @@ from jspec.decode.processors import LogitBias, LogitsFunction, MinNewTokens, Pen
 from tests.decode.test_text_law import MUTANT_ROWS
 from tests.decode.text_laws import PROMPT, SOURCES, check_law, enumerated, seeded, target
 from tests.ops.laws import check_counts
+from tests.parameters import default_run
 
 # Two of three tokens are in the prompt more than once, and each may end the text or not.
 PENALISED = SamplingParams(
@@ -53,7 +54,7 @@ ORDER = LogitsFunction(in_order), ordered
 
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in SOURCES],
+    default_run(list(SOURCES), "streaming", slow=[x for x in SOURCES if x not in QUICK]),
 )
 def test_penalised_texts_have_their_law(source):
     rate = check_law(source, PENALISED)
@@ -63,7 +64,7 @@ def test_penalised_texts_have_their_law(source):
         assert source == "plain" or rate > 0.2
 
 
-@pytest.mark.parametrize("source", [pytest.param("chain", marks=pytest.mark.slow), "model"])
+@pytest.mark.parametrize("source", default_run(["chain", "model"], slow=["chain"]))
 def test_penalised_texts_verified_by_blocks_have_their_law(source):
     assert check_law(source, PENALISED, gamma=3, rule="block") > 0.2
 
@@ -126,7 +127,7 @@ REPEATED = tuple(MUTANTS)[1::2]  # one of each check is in the default run
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in MUTANTS],
+    default_run(list(MUTANTS), next(iter(MUTANTS)), slow=REPEATED),
 )
 def test_a_mutant_is_caught(name, monkeypatch):
     monkeypatch.setattr(Processing, *MUTANTS[name])

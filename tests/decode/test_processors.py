@@ -163,6 +163,7 @@ def test_invalid_processors_are_refused(tiny):
         jspec.generate(tiny, [[1]], jspec.SamplingParams(banned_tokens=(41,)))
 
 
+@pytest.mark.exhaustive
 def test_a_slot_is_filled_and_grown_with_processors(tiny, texts, plain):
     config, rows = jspec.StepConfig(3, NGRAM), params()
     needed = [jspec.LogitBias(), jspec.MinNewTokens(), jspec.Penalties()]

@@ -27,11 +27,14 @@ GUIDED = GuidedDraft(Vegas(budget=6, least=0), quantized="int8")
 @pytest.mark.parametrize(
     "draft",
     [
-        SelfDraft(MATRIX["quest"], quantized="fp8"),
+        pytest.param(SelfDraft(MATRIX["quest"], quantized="fp8"), marks=pytest.mark.exhaustive),
         GUIDED,
         pytest.param(dataclasses.replace(GUIDED, quantized="mxfp4"), marks=pytest.mark.slow),
         pytest.param(Chain(SuffixDraft(), GUIDED, inner=2, rounds=2), marks=pytest.mark.slow),
-        Chain(SuffixDraft(), SelfDraft(MATRIX["quest"], quantized="mxfp4"), inner=2, rounds=2),
+        pytest.param(
+            Chain(SuffixDraft(), SelfDraft(MATRIX["quest"], quantized="mxfp4"), inner=2, rounds=2),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["fp8-quest", "int8-vegas", "mxfp4-vegas", "int8-chain", "mxfp4-chain"],
 )

@@ -108,7 +108,7 @@ def test_a_request_alone_needs_less_machinery_for_the_same_tokens(settings, shar
             "ngram-4-block": (NGRAM, 4, "block"),
             "suffix-8": (SuffixDraft(min_match=1), 8, "token"),
         },
-        *("ngram-4-block", "suffix-8"),
+        "ngram-4-block",
     ),
 )
 def test_one_hot_drafts_leave_the_tokens_of_plain_decoding(draft, gamma, rule, sharp):

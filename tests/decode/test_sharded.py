@@ -146,6 +146,7 @@ def test_kernels_take_what_varies_beside_what_does_not(backend, kind):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.exhaustive
 def test_the_example_says_that_both_ways_are_identical(capsys, monkeypatch, tiny):
     """With a small model for the bundled one: rows by `shard_map`, and Explicit axes."""
     _, tokenizer = jspec.load_bundled()

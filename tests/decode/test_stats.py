@@ -11,6 +11,7 @@ from jspec.decode.stats import PositionRate, Stats, Tally
 from tests.conftest import make_decoder
 from tests.decode.common import DRAFT_LIMITS, NEW, NGRAM, STREAMING, prompts
 from tests.decode.test_draft import lookup
+from tests.parameters import default_run
 
 
 def counted(prompt, truth, stops, limit, draft_limit, gamma) -> list[tuple[int, int, int]]:
@@ -37,7 +38,7 @@ def counted(prompt, truth, stops, limit, draft_limit, gamma) -> list[tuple[int, 
     return steps
 
 
-@pytest.mark.parametrize("gamma", [3, 6])
+@pytest.mark.parametrize("gamma", default_run([3, 6], "3"))
 def test_statistics_equal_an_independent_count(gamma, sharp):
     # Prompts that end in the model's own circles: what is copied from them is accepted, and may
     # hold the stop tokens, of which some come early, some late, some never.
@@ -125,7 +126,7 @@ def test_a_row_that_ends_within_a_chunk_counts_what_it_keeps():
     assert tally.steps_at == {3: 5}
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("chunk", default_run([1, 7], "7"))
 def test_an_end_that_the_caller_finds_counts_as_a_stop_token_there(chunk):
     """The same texts end at the same tokens: by stop tokens in the step, or after a chunk by the
     caller, who sees tokens that come after. No count tells the two apart."""

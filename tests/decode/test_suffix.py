@@ -16,6 +16,7 @@ from jspec.decode.rows import grow_capacity
 from jspec.decode.settings import StepConfig
 from jspec.decode.step import speculative_step
 from tests.decode.common import prompts, requests
+from tests.parameters import default_run
 
 CAPACITY = 70
 append = jax.jit(SuffixIndex.append)
@@ -129,7 +130,7 @@ def test_a_match_is_as_long_as_it_is(tiny):
     assert propose(state, ngram).tokens[0, :2].tolist() == [34, 35]
 
 
-@pytest.mark.parametrize("name", ["tiny", "sharp"])
+@pytest.mark.parametrize("name", default_run(["tiny", "sharp"], "sharp"))
 def test_generated_tokens_are_the_plain_ones(name, request):
     model = request.getfixturevalue(name)
     plain = generate(model, prompts(), requests(), draft=None)

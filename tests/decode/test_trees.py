@@ -97,6 +97,7 @@ def test_any_tree_gives_the_tokens_of_plain_decoding(layered, plain):
     assert got.stats.mean_accepted_length > 1.8
 
 
+@pytest.mark.exhaustive
 def test_without_packing_it_does_not(layered, plain, monkeypatch):
     monkeypatch.setattr(step_module, "pack", lambda cache, *rest: cache)
     # Another gamma is another program, which is traced now.
@@ -118,6 +119,7 @@ def test_a_bonus_number_of_another_position_is_seen(layered, plain, monkeypatch)
     assert got.tokens != plain
 
 
+@pytest.mark.exhaustive
 def test_ngram_trees_in_an_engine(sharp):
     """With log-probabilities, which are those of the nodes of the path."""
     params = [dataclasses.replace(p, draft_limit=None, logprobs=1) for p in PARAMS[:5]]

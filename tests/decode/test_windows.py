@@ -18,6 +18,7 @@ from jspec.ops.attention.dense import attention
 from jspec.policies import Streaming
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts, requests
+from tests.parameters import default_run
 from tests.policies.common import NormTopK
 
 WINDOWS = (5, None, 1)
@@ -68,7 +69,8 @@ def test_plain_decoding_follows_the_argmax_of_a_full_pass(plain, layered):
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk"), [("ngram", 7), ("streaming", 64), ("norms", 3), ("model", 64)]
+    ("name", "chunk"),
+    default_run([("ngram", 7), ("streaming", 64), ("norms", 3), ("model", 64)], "ngram-7"),
 )
 def test_drafted_tokens_are_the_plain_ones(name, chunk, plain, layered):
     """Prefill by 7 is the least that overwrites, in the ring of 10 slots, what its queries read."""

@@ -77,7 +77,7 @@ def test_nothing_is_sent_and_no_device_holds_another_share():
 @pytest.mark.parametrize(
     "draft",
     [
-        None,
+        pytest.param(None, marks=pytest.mark.exhaustive),
         *(
             pytest.param(draft, marks=pytest.mark.slow)
             for draft in (

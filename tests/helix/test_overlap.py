@@ -63,7 +63,7 @@ def attended(config: HelixConfig, tokens: int, *, latent: bool = False, top: int
 @pytest.mark.parametrize(
     ("tokens", "overlap", "settings"),
     [
-        pytest.param(1, 9, {}, id="dense"),
+        pytest.param(1, 9, {}, id="dense", marks=pytest.mark.exhaustive),
         pytest.param(4, 2, {"latent": True}, id="latent"),
         pytest.param(4, 3, {"top": 8}, id="selected", marks=pytest.mark.slow),
     ],

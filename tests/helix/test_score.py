@@ -50,7 +50,12 @@ def watched(monkeypatch) -> list[str]:
         ),
         pytest.param(gqa, {"kvp": 4, "tpa": 2, "overlap": 2}, id="eight", marks=pytest.mark.slow),
         # Sinks and biases, each once: tokens alone do not tell.
-        pytest.param(golden("gpt_oss"), {"kvp": 2, "tpa": 2, "ep": 4}, id="sinks"),
+        pytest.param(
+            golden("gpt_oss"),
+            {"kvp": 2, "tpa": 2, "ep": 4},
+            id="sinks",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(golden("gemma2"), {"kvp": 2, "tpa": 2}, id="caps", marks=pytest.mark.slow),
         pytest.param(golden("gemma3"), {"kvp": 4}, id="windows", marks=pytest.mark.slow),
     ],
@@ -103,7 +108,7 @@ FIRST_OF_FAMILIES = (("gemma3", {"kvp": 4}), ("deepseek_v3", {"kvp": 2, "ep": 2}
         pytest.param(
             *(name, axes),
             id="-".join([name, *(f"{axis}={size}" for axis, size in axes.items())]),
-            marks=[] if (name, axes) in FIRST_OF_FAMILIES else pytest.mark.slow,
+            marks=pytest.mark.exhaustive if (name, axes) in FIRST_OF_FAMILIES else pytest.mark.slow,
         )
         for name, meshes in FAMILIES.items()
         for axes in meshes

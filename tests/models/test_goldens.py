@@ -74,7 +74,7 @@ def test_kv_heads_over_two_devices():
     np.testing.assert_allclose(ours, logits, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", default_run(SCALED, "llama_linear", "qwen3_yarn"))
 def test_scaling_matters(name):
     model, tokens, logits = load_golden(name)
     graph, state = nnx.split(model)

@@ -54,6 +54,7 @@ def by_brute_force(model, prompt, params: SamplingParams, gamma: int) -> list[in
     return text[len(prompt) :]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("prefix", ["", "stacked_", "linen_"])
 def test_the_examples_decode_what_brute_force_does(example, prefix):
     """A greedy and a sampled row, by the default draft, which reads all of a text so short."""

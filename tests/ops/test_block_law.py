@@ -114,7 +114,7 @@ FORCED = {
 }
 
 
-@pytest.mark.parametrize("toy", FORCED.values(), ids=FORCED)
+@pytest.mark.parametrize("toy", default_run(FORCED, "mixed", "one-hot"))
 def test_the_ends_of_the_numbers_have_certain_outcomes(toy):
     check_forced(toy, 0, LAST_NUMBER)
 

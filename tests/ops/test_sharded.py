@@ -57,7 +57,7 @@ def sharded(function, vocabulary_arguments: list[str]):
     [
         pytest.param(2000, 64, 4, PLAIN, "logits", marks=pytest.mark.slow),
         (200, 80, 4, FILTERS, "logits"),
-        (200, 24, 7, PLAIN, "block"),
+        pytest.param(200, 24, 7, PLAIN, "block", marks=pytest.mark.exhaustive),
         pytest.param(200, 24, 7, FILTERS, "one-hot", marks=pytest.mark.slow),
         pytest.param(16, 8 * 1500, 1024, PLAIN, "block", marks=pytest.mark.slow),
     ],

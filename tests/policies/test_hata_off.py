@@ -27,6 +27,7 @@ from jspec.policies.pass_state import PassState
 from jspec.policies.policy import columns_of, create_cache
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
+from tests.parameters import default_run
 from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, query, random
 
 SOME: dict[str, Any] = {"budget": 8, "sinks": 1, "recent": 2, "bits": 32}
@@ -200,7 +201,7 @@ def hata(model):
     return decoded(model, Hata(**SOME, dense_layers=1))
 
 
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("reuse", default_run([True, False], "True"))
 def test_a_step_reads_what_is_left_of_the_one_before(model, hata, monkeypatch, reuse):
     """With wrong rows left, other tokens come."""
     with_device_rows = Cache.with_device_rows

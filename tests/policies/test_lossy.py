@@ -164,6 +164,7 @@ def test_a_slot_takes_over_pages_with_its_request(tiny):
     jax.tree.map(np.testing.assert_array_equal, pages, state.cache.pages)
 
 
+@pytest.mark.exhaustive
 def test_a_selection_serves_several_layers():
     """Every second layer after the first selects; one with a window is read whole."""
     scored = []

@@ -159,6 +159,7 @@ def test_positions_inside_the_window_are_those_of_the_paper(families, texts, pla
     assert expected[0] != plain.tokens[0], "the case is too easy"
 
 
+@pytest.mark.exhaustive
 def test_a_draft_reads_what_the_model_itself_would_and_stays_lossless(families, texts, plain):
     state = start_decoding(families, texts, PARAMS, PLAIN)
     policy_params = prepare_params(POLICY, families)

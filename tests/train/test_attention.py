@@ -10,6 +10,7 @@ from jspec import LayerSpec
 from jspec.train.attention import RECENT, SINKS, attention_loss, learn_attention, views_of
 from jspec.train.loss import HashTraining
 from jspec.train.recall import compare, principal_axes
+from tests.parameters import default_run
 
 SPEC = LayerSpec(2, 8, 8)
 POSITIONS = np.array([299, 170, SINKS + RECENT - 1])  # the last has no key to score
@@ -79,7 +80,7 @@ def test_the_loss_is_the_cross_entropy_of_scores_by_bits():
         np.testing.assert_allclose(losses_of[head], np.sum(losses) / 3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("bits", default_run([32, 64], "32"))
 def test_learned_codes_keep_more_attention_than_those_they_began_as(bits):
     asked = np.arange(600, 1200, 40)
     texts = [sample(seed, asked, 1200) for seed in range(4)]

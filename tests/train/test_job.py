@@ -11,6 +11,7 @@ from jspec.train import job as jobs
 from jspec.train.job import Job, Texts, run
 from jspec.train.loss import HashTraining
 from tests.conftest import TINY, make_decoder
+from tests.parameters import default_run
 
 SETTINGS = HashTraining(bits=32, epochs=2, iterations=3)
 
@@ -96,7 +97,7 @@ def test_a_checkpoint_of_another_run_is_refused(job, monkeypatch):
             run(other)
 
 
-@pytest.mark.parametrize("variant", ["authors", "attention"])
+@pytest.mark.parametrize("variant", default_run(["authors", "attention"], "attention"))
 def test_variants_are_compared_and_the_one_asked_for_is_written(job, tmp_path, variant):
     asked = dataclasses.replace(SETTINGS, variant=variant)
     every = dataclasses.replace(job, settings=asked, compares=True)
