@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.attention import PAGES
 from bench.cases import kilo
+from bench.decode import PERCENT
 from bench.hata.parts import STAGES, WHOLE
 from bench.point import Row, best_clock, spread
 from bench.quality import BUDGETS, REFERENCE
@@ -21,6 +22,7 @@ from bench.report.whole import NOT_MEASURED
 from bench.table import number
 
 Rows = dict[str, Row]  # by name
+Cell = tuple[tuple[str, ...], float, str]  # the words and the number that it is of, its text
 DEVICE = {"cpu": "CPU"}
 LAYER = ("hata", "quest_32", "loki")  # of figure 5 of HATA
 SCANS = {"torch": "PyTorch", "cuda_naive": "naive", "cuda": "ballot"}
@@ -47,6 +49,17 @@ def measured(runs: Sequence[Run], operation: str) -> Iterator[tuple[str, dict[st
                 of_run.setdefault(at, (card, case, {}))[2][row["name"]] = row
         cases |= of_run
     return iter(cases.values())
+
+
+def grid(labels: Sequence[str], heading: str, cells: Iterable[Cell]) -> Iterator[Line]:
+    """A line for each of the words of ``labels``, a column for each number, in their order."""
+    lines: dict[tuple[str, ...], dict[float, str]] = {}
+    for at, column, text in cells:
+        lines.setdefault(at, {})[column] = text
+    columns = sorted({column for line in lines.values() for column in line})
+    for at, line in lines.items():
+        numbers = {heading.format(column): line.get(column, "") for column in columns}
+        yield Line(dict(zip(labels, at, strict=True)) | numbers)
 
 
 def layer(runs: Sequence[Run]) -> Iterator[Line]:
@@ -143,16 +156,16 @@ def overlap(runs: Sequence[Run]) -> Iterator[Line]:
 
 def budgets(runs: Sequence[Run]) -> Iterator[Line]:
     """Vegas, figure 8: accepted draft tokens of a step by the share of the context they read."""
-    lines: dict[tuple[str, ...], dict[float, str]] = {}
-    for card, case, rows in measured(runs, "draft"):
-        row = rows.get(REFERENCE)
-        if row is not None and "accepted_at" in row and case["sampling"] == "paper":
-            at = card, kilo(case["S"]), f"{case['gamma']}"
-            share = sum(row["accepted_at"]) / sum(row["steps"])
-            lines.setdefault(at, {})[case["percent"]] = f"{share:.2f}"
-    for at, by_share in lines.items():
-        label = dict(zip(("machine", "context", "gamma"), at, strict=True))
-        yield Line(label | {f"{x:g} %": by_share[x] for x in sorted(by_share)})
+
+    def cells() -> Iterator[Cell]:
+        for card, case, rows in measured(runs, "draft"):
+            row = rows.get(REFERENCE)
+            if row is not None and "accepted_at" in row and case["sampling"] == "paper":
+                accepted = sum(row["accepted_at"]) / sum(row["steps"])
+                at = card, kilo(case["S"]), str(case["gamma"])
+                yield at, case["percent"], f"{accepted:.2f}"
+
+    return grid(("machine", "context", "gamma"), "{:g} %", cells())
 
 
 def iterations(runs: Sequence[Run]) -> Iterator[tuple[str, dict[str, Any], Rows]]:
@@ -164,45 +177,45 @@ def iterations(runs: Sequence[Run]) -> Iterator[tuple[str, dict[str, Any], Rows]
 
 def gammas(runs: Sequence[Run]) -> Iterator[Line]:
     """Vegas, figure 13: tokens a second by gamma and by the share of the context."""
-    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    places: dict[tuple[str, str], dict[tuple[float, int], str]] = {}
     for card, case, rows in iterations(runs):
-        row = rows[REFERENCE]
-        place = f"{case['model']}, B={case['B']}, S={kilo(case['S'])}"
+        row, place = rows[REFERENCE], f"{case['model']}, B={case['B']}, S={kilo(case['S'])}"
         cell = f"{row['tokens_per_s']:,.0f} tok/s ({ms(microseconds(row))} ms)"
-        lines.setdefault((card, place, f"{case['percent']:g} %"), {})[case["gamma"]] = cell
-    of_place = [at[:2] for at in lines]
-    varied = {place for place in of_place if of_place.count(place) > 1}
-    for at in sorted(lines, key=lambda at: (at[:2], float(at[2].split()[0]))):
-        if at[:2] in varied:
-            label = dict(zip(("card", "case", "context read"), at, strict=True))
-            yield Line(label | {f"gamma {x}": lines[at][x] for x in sorted(lines[at])})
+        places.setdefault((card, place), {})[case["percent"], case["gamma"]] = cell
+    cells = (
+        ((*place, f"{percent:g} %"), gamma, cell)
+        for place, of_place in places.items()
+        if len({percent for percent, _ in of_place}) > 1
+        for (percent, gamma), cell in sorted(of_place.items())
+    )
+    return grid(("card", "case", "context read"), "gamma {}", cells)
 
 
 def batches(runs: Sequence[Run]) -> Iterator[Line]:
     """The speed of Vegas over plain decoding by rows and context."""
-    lines: dict[tuple[str, ...], dict[int, str]] = {}
-    for card, case, rows in iterations(runs):
-        if PLAIN in rows and case["percent"] == 7:
-            at = card, case["model"], kilo(case["S"]), f"{case['gamma']}"
-            lines.setdefault(at, {})[case["B"]] = ratio(rows[REFERENCE]["vs_plain"])
-    for at, by_batch in lines.items():
-        label = dict(zip(("card", "model", "context", "gamma"), at, strict=True))
-        yield Line(label | {f"B={x}": by_batch[x] for x in sorted(by_batch)})
+    cells = (
+        (
+            (card, case["model"], kilo(case["S"]), str(case["gamma"])),
+            case["B"],
+            ratio(rows[REFERENCE]["vs_plain"]),
+        )
+        for card, case, rows in iterations(runs)
+        if PLAIN in rows and case["percent"] == PERCENT
+    )
+    return grid(("card", "model", "context", "gamma"), "B={}", cells)
 
 
 def pages(runs: Sequence[Run]) -> Iterator[Line]:
     """Vegas, table 2: attention over a selection by the slots that lie next to each other."""
     sizes = {"shared": 1} | PAGES
-    lines: dict[tuple[str, ...], dict[int, str]] = {}
-    for card, case, rows in measured(runs, "gathered_attention"):
-        if case["B"] == 16 and case["S"] == 131072 and case["indices"] in sizes:
-            for name, row in rows.items():
-                if best_clock(row):
-                    at = card, f"{case['heads']}, H={case['H']}", name
-                    lines.setdefault(at, {})[sizes[case["indices"]]] = us(microseconds(row))
-    for at, by_size in lines.items():
-        label = dict(zip(("card", "heads", "kernel"), at, strict=True))
-        yield Line(label | {f"pages of {x}": by_size[x] for x in sorted(by_size)})
+    cells = (
+        ((card, f"{case['heads']}, H={case['H']}", name), sizes[case["indices"]], us(time.median))
+        for card, case, rows in measured(runs, "gathered_attention")
+        if case["B"] == 16 and case["S"] == 131072 and case["indices"] in sizes
+        for name, row in rows.items()
+        if (time := best_clock(row)) is not None
+    )
+    return grid(("card", "heads", "kernel"), "pages of {}", cells)
 
 
 def scans(runs: Sequence[Run]) -> Iterator[Line]:

@@ -111,9 +111,11 @@ def draft(name, gamma, percent, milliseconds, rate, **rest):
 def test_iterations_by_gamma_share_and_batch():
     rows = [draft("plain", 5, 7, 2, 1000), draft("vegas-first", 5, 7, 8, 1500, vs_plain=1.5)]
     rows += [draft("vegas-first", 9, 7, 9, 2000), draft("vegas-first", 9, 15, 10, 1800)]
+    rows += [draft("vegas-first", 9, 3, 8, 1900)]
     measured = run("decode", *rows)
     assert cells("gammas", measured) == [
-        ["H100", "m, B=2, S=8K", "7 %", "1,500 tok/s (8.00 ms)", "2,000 tok/s (9.00 ms)"],
+        ["H100", "m, B=2, S=8K", "3 %", "", "1,900 tok/s (8.00 ms)"],
+        ["", "", "7 %", "1,500 tok/s (8.00 ms)", "2,000 tok/s (9.00 ms)"],
         ["", "", "15 %", "", "1,800 tok/s (10.00 ms)"],
     ]
     assert cells("batches", measured) == [["H100", "m", "8K", "5", "1.50x"]]
