@@ -1,6 +1,7 @@
 """The suite `decode`: a small model from end to end, its checks, its formulas and its cases."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -187,8 +188,12 @@ def test_a_prefill_is_over_the_dense_one_and_wrong_keys_are_told(tiny, monkeypat
     assert measured["dense"]["over_dense"] == 1
     assert measured["hata"]["over_dense"] > 0
     assert measured["hata"]["tokens_per_s"] > 0
-    sums = iter(([1.0, 2.0], [1.0, 2.5]))
-    monkeypatch.setattr(prefill, "measured", lambda *args: (next(sums), [10, 20, 30]))
+    turns = itertools.count()
+    monkeypatch.setattr(prefill, "measured", lambda *args: ([1.0, 2.0], 10 + 5 * next(turns)))
+    drifting = rows(PREFILL, "S=130", "hata")  # dense: 20, 30, 40, 50, 60; hata: 25 to 65
+    assert drifting["hata"]["over_dense"] == pytest.approx(45 / 40)
+    sums = itertools.cycle(([1.0, 2.0], [1.0, 2.5]))
+    monkeypatch.setattr(prefill, "measured", lambda *args: (next(sums), 10))
     wrong = rows(PREFILL, "S=130", "hata")["hata"]
     assert (wrong["checked"], wrong["reason"]) == (False, "its keys are not those without a policy")
 
