@@ -308,6 +308,7 @@ def test_an_end_token_that_ends_nothing_is_text():
     assert (ended.text, ended.finished) == ("b", "stop")
 
 
+@pytest.mark.exhaustive
 def test_n_answers_have_seeds_in_a_row(llm):
     result = llm.generate([CODE, "x = "], HOT, n=3)
     assert [c.seed for c in result] == [2**32 - 1, 0, 1] * 2
@@ -336,6 +337,7 @@ def test_log_probabilities_are_the_models(llm):
     assert llm.generate(CODE, SHORT, logprobs=None)[0].logprobs is None
 
 
+@pytest.mark.exhaustive
 def test_log_probabilities_have_the_form_of_vllm(llm):
     """The chosen token comes first, whether or not it is among the most likely ones."""
     params = jspec.SamplingParams(max_new_tokens=24, temperature=3.0, seed=3)
@@ -354,6 +356,7 @@ def test_log_probabilities_have_the_form_of_vllm(llm):
     assert set(sizes) == {5, 6}
 
 
+@pytest.mark.exhaustive
 def test_tokens_of_a_prompt_have_log_probabilities(llm):
     results = llm.generate([CODE, "x"], SHORT, n=2, prompt_logprobs=2, logprobs=0)
     ids = [llm.tokenizer.encode(text) for text in (CODE, "x")]

@@ -163,6 +163,7 @@ def test_iterations_are_checked_and_their_acceptance_is_imposed(tiny):
     assert measured["plain"]["vs_plain"] == 1
 
 
+@pytest.mark.exhaustive
 def test_a_step_by_a_backend_says_what_each_operation_took(tiny):
     row = rows(BACKEND, "B=2,S=300,gamma=2,sampling=t0.8", "xla")["xla"]
     assert (row["checked"], len(row["step_ns"])) == ("2 layers", 3)

@@ -32,6 +32,7 @@ def test_an_edit_begins_to_write_its_source_again(tokenizer):
     assert after.startswith("def total_new(x):\n    total_of = 1\n")
 
 
+@pytest.mark.exhaustive
 def test_settings_are_compared_with_plain_decoding(short_bundled, tokenizer, monkeypatch):
     monkeypatch.setattr(defaults, "_loaded", lambda settings: (short_bundled, tokenizer))
     monkeypatch.setattr(defaults, "keep_programs", lambda: None)

@@ -208,13 +208,8 @@ def is_told(result: tuple[str | None, dict[str, float]], name: str) -> None:
     assert error[name] > 0.1
 
 
-@pytest.mark.parametrize(
-    ("break_mesh", "draft"),
-    default_run(
-        {"off_by_one-plain": (off_by_one, "plain"), "base_2-verify": (base_2, "verify")},
-        "base_2-verify",
-    ),
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("break_mesh", "draft"), [(off_by_one, "plain"), (base_2, "verify")])
 def test_a_program_that_is_wrong_is_told(break_mesh, draft, monkeypatch):
     break_mesh(monkeypatch)
     jax.clear_caches()  # what is traced is kept
@@ -222,6 +217,7 @@ def test_a_program_that_is_wrong_is_told(break_mesh, draft, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.exhaustive
 def test_arrays_that_are_wrong_are_told(monkeypatch):
     case = STEP.case(f"{SMALL},kvp=2,draft=verify")
     reason, error = check.check(case)

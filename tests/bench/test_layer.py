@@ -88,6 +88,7 @@ def test_bytes_are_what_is_scored_and_what_is_read():
     assert result["streaming"] == read
 
 
+@pytest.mark.exhaustive
 def test_the_suite_runs_and_a_wrong_policy_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(layer, "policies", lambda case: workload.policies(case) | {"hata": Late()})
     asked = ("hata", "--case", SMALL, "--json", str(tmp_path / "out.json"))

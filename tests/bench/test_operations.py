@@ -16,6 +16,7 @@ from bench.cases import parse
 from bench.program import Program
 from bench.settings import Settings
 from jspec.dispatch import Backend, always
+from tests.parameters import default_run
 
 MODULES = ("verify", "pack", "attention", "select", "hata", "linear")
 CACHE = "B=2,S=96,heads=4/2,H=16,T=3"
@@ -66,7 +67,12 @@ def test_every_operation_of_the_suites_has_a_small_case():
     assert names - {"hata_layer", "hata_parts"} == set(CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Outputs of integers, of floats, of both, and several of them.
+PLAIN = ("verify_greedy", "verify_tree", "sample", "pack", "attention", "scored_attention")
+PLAIN += ("select", "hash_select", "hash_encode", "collision_scores", "linear", "mean_weights")
+
+
+@pytest.mark.parametrize("name", default_run(list(CASES), *PLAIN))
 def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     """Each output in turn is changed by the smallest step that matters."""
     bench = benchmark(name)

@@ -277,6 +277,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.exhaustive
 def test_a_run_and_one_that_goes_on(folder, tmp_path, capsys):
     file = tmp_path / "real.json"
     asked = ["real", "--model", str(folder), "--case", "B=4,S=300,new=6,gamma=2"]

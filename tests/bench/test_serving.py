@@ -128,6 +128,7 @@ def test_a_case_has_a_row_for_each_drafter_and_load(small_bundled):
     )
 
 
+@pytest.mark.exhaustive
 def test_wrong_tokens_have_no_speed(small_bundled, monkeypatch):
     right = serving.serve
 

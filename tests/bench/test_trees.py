@@ -189,6 +189,7 @@ def test_the_shape_of_ranks_is_the_likeliest():
     assert trees.rank_tree(ranks, 3) == {(0,), (0, 0), (1,)}
 
 
+@pytest.mark.exhaustive
 def test_every_drafter_has_a_row_on_the_same_answers(tiny, monkeypatch):
     prompts = [random_text(seed, 10).tolist() for seed in range(4)]
     answers = [random_text(9 + seed, 12).tolist() for seed in range(4)]

@@ -31,6 +31,7 @@ def test_compare_says_identical(run, source, draft, temperature):
     assert len(result["tokens"]) == result["stats"]["committed"] == 24
 
 
+@pytest.mark.exhaustive
 def test_compare_expects_of_sampled_tokens_the_same_law_alone(run, source):
     # So hot that two runs never draw the same 24 tokens.
     asked = ("--prompt-file", source, "--draft", "streaming", "--temperature", "9")

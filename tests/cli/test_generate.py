@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 
 def test_text_goes_to_stdout_and_the_table_to_stderr(run, source):
     code, out, err = run("--prompt-file", source, "--max-new-tokens", "24")
@@ -46,6 +48,7 @@ def test_plain_decoding_may_be_shaped_like_verification(run, source):
     assert padded["stats"]["steps"] == 24
 
 
+@pytest.mark.exhaustive
 def test_a_draft_takes_settings(run, source):
     arguments = ["--prompt-file", source, "--max-new-tokens", "24", "--json"]
     default, never = (

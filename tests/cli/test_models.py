@@ -46,6 +46,7 @@ def test_a_hugging_face_directory(capsys, hugging_face):
     assert result["compare"]["identical"] is True
 
 
+@pytest.mark.exhaustive
 def test_a_saved_model_and_a_draft_model(capsys, hugging_face, tmp_path):
     saved = tmp_path / "saved"
     jspec.save_model(jspec.load_model(hugging_face), saved)

@@ -94,7 +94,12 @@ class SameBlocks:
 
 @by_name([CASES[0], CASES[2], CASES[3]])
 @pytest.mark.parametrize(
-    "blocks", [SameBlocks(4096, 2, 8), SameBlocks(4096, 3, 4), SameBlocks(16, 8, 8)]
+    "blocks",
+    [
+        pytest.param(SameBlocks(4096, 2, 8), marks=pytest.mark.exhaustive),
+        SameBlocks(4096, 3, 4),
+        SameBlocks(16, 8, 8),
+    ],
 )
 def test_equals_the_definition_by_any_block_sizes(case, blocks, kernel):
     """Parts of more tiles than there are stages, and of one tile."""

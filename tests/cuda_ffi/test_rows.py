@@ -41,6 +41,7 @@ def try_all() -> None:
                 print("taken")
 
 
+@pytest.mark.exhaustive
 def test_a_row_more_is_an_invalid_argument():
     if reason := next(filter(None, map(library.refusal, library.TARGETS)), None):
         pytest.skip(reason)

@@ -232,6 +232,7 @@ def test_each_gamma_is_told_of_the_chunks_that_ran_with_it(sharp, watch, monkeyp
     assert are_timed[-1][:5] == [True, False, True, True, True]
 
 
+@pytest.mark.exhaustive
 def test_a_second_model_takes_up_what_it_rested_through(tiny, watch, monkeypatch):
     """The target as its own draft model is always right, where its cache lacks nothing."""
     monkeypatch.setattr(chunks, "SYNC_TOKENS", 3)

@@ -382,6 +382,7 @@ def test_greedy_tokens_are_the_plain_ones_whatever_is_chosen(name, tiny, monkeyp
     assert again.stats.compilations == 0
 
 
+@pytest.mark.exhaustive
 def test_a_paused_drafter_is_as_if_it_had_drafted(sharp):
     """The index after plain steps is that of the same tokens after speculative ones."""
     draft = SuffixDraft(min_match=1)
@@ -448,6 +449,7 @@ def test_a_second_model_takes_up_what_was_decoded_while_it_rested(draft, tiny, m
     assert got.stats.accepted == got.stats.drafted > 10
 
 
+@pytest.mark.exhaustive
 def test_a_second_model_that_rested_takes_up_no_more_than_a_row_holds(tiny, monkeypatch):
     """Requests came and went meanwhile; each brought a whole cache of the second model."""
     cycle_gammas(monkeypatch, (0,))

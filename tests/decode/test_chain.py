@@ -149,6 +149,7 @@ def test_the_rings_of_a_chains_draft_model_have_room_for_its_last_round(sharp):
     assert first.layouts == (RingLayout(10),)
 
 
+@pytest.mark.exhaustive
 def test_a_draft_changes_nothing_that_is_committed(sharp):
     """Tokens, lengths and the index are those of before; the cache differs past the lengths."""
     config = StepConfig(6, PAIRS["suffix-quest"])

@@ -56,6 +56,7 @@ def test_it_keeps_what_a_direct_prefill_keeps(name, windowed):
     assert not shared.cache.keys(0).is_deleted()
 
 
+@pytest.mark.exhaustive
 def test_a_prefill_serves_several_calls(tiny):
     shared = start_decoding(tiny, PROMPTS, PARAMS, PLAIN)
     lossy = {"draft": None, "target": MATRIX["quest"]}

@@ -60,6 +60,7 @@ def test_a_greedy_row_does_not_depend_on_what_its_neighbours_need(neighbour, dra
     assert generate(model, prompts()[:2], params, draft=draft).tokens[0] == alone
 
 
+@pytest.mark.exhaustive
 def test_greedy_drafts_leave_such_a_model_as_it_is(tiny):
     model = Broken(tiny)
     plain = generate(model, prompts(), requests(), draft=None).tokens
@@ -68,6 +69,7 @@ def test_greedy_drafts_leave_such_a_model_as_it_is(tiny):
         assert generate(model, prompts(), requests(), **draft).tokens == plain
 
 
+@pytest.mark.exhaustive
 def test_a_draft_model_without_a_finite_logit_is_mostly_rejected(tiny):
     """It drafts token 0 with certainty, which the target accepts as often as it likes token 0."""
     params = [SamplingParams(max_new_tokens=60, temperature=1.0, seed=seed) for seed in range(8)]

@@ -116,8 +116,14 @@ def greedy(model, text: list[int]) -> int:
 
 @pytest.mark.parametrize(
     "draft",
-    [SelfDraft(Streaming(sinks=4, window=60)), SelfDraft(Dense()), ModelDraft()],
-    ids=["window", "dense", "model"],
+    default_run(
+        {
+            "window": SelfDraft(Streaming(sinks=4, window=60)),
+            "dense": SelfDraft(Dense()),
+            "model": ModelDraft(),
+        },
+        "model",
+    ),
 )
 def test_a_model_drafts_its_continuation(draft, tiny, other):
     """A window that holds the whole text, the text itself, or a second model: greedy drafts are
@@ -193,6 +199,7 @@ def test_a_draft_writes_nothing_for_a_row_that_is_done(source, tiny, other):
         assert (np.asarray(new[1]) != old[1]).any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [37, pytest.param(48, marks=pytest.mark.slow)])
 def test_a_draft_model_may_be_padded_otherwise(size, tiny):
     """With fewer tokens than the target's 41 or more: greedy tokens are the plain ones."""
@@ -217,7 +224,7 @@ def test_a_draft_model_may_be_padded_otherwise(size, tiny):
                 "token",
             ),
         },
-        *("longer", "chain"),
+        "longer",
     ),
 )
 def test_a_draft_model_that_is_padded_otherwise_draws(size, draft, rule, tiny):

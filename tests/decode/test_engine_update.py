@@ -112,6 +112,7 @@ def test_recomputed_requests_go_on_as_those_of_the_new_weights(models, expected,
     assert engine.stats.rows == 5
 
 
+@pytest.mark.exhaustive
 def test_recomputed_requests_are_still_processed_by_what_their_answers_have(models):
     """Penalties and the least number of new tokens tell the prompt from the answer."""
     settings = {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "min_new_tokens": 14}
@@ -252,9 +253,7 @@ def test_no_weight_is_in_memory_twice(models, monkeypatch):
     engine.update(numbers[2])
 
 
-@pytest.mark.parametrize(
-    "name", default_run(["quantized", "magicpig", "lossy-hata"], "quantized", "lossy-hata")
-)
+@pytest.mark.parametrize("name", default_run(["quantized", "magicpig", "lossy-hata"], "quantized"))
 def test_what_is_made_of_the_weights_is_made_again(name, models):
     engine = engine_of(models[0], name)
     engine.warm_up()

@@ -120,6 +120,7 @@ def test_the_last_query_of_a_prompt_selects(name, tiny, queries_and_keys):
     check(state.draft, policy, queries_and_keys)
 
 
+@pytest.mark.exhaustive
 def test_a_pass_in_which_no_prompt_ends_selects_nothing(tiny):
     """It is the program of policies that never select in prefill."""
     seen = []

@@ -81,7 +81,8 @@ def test_a_second_models_tokens_are_the_plain_ones(gamma, plain, tiny, sharp, ot
         assert got.stats.acceptance_rate < 0.5
 
 
-@pytest.mark.parametrize(("source", "gamma"), default_run([("model", 1), ("dense", 8)], "model-1"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("source", "gamma"), [("model", 1), ("dense", 8)])
 def test_a_model_that_drafts_for_itself_is_never_rejected(source, gamma, plain, tiny):
     second = tiny if source == "model" else None
     draft = DRAFTERS[source]
@@ -91,7 +92,7 @@ def test_a_model_that_drafts_for_itself_is_never_rejected(source, gamma, plain, 
 
 
 @pytest.mark.parametrize(
-    ("draft", "gamma"), [(NoDraft(), 4), (NGRAM, 0)], ids=["padded", "gamma-0"]
+    ("draft", "gamma"), default_run({"padded": (NoDraft(), 4), "gamma-0": (NGRAM, 0)}, "gamma-0")
 )
 def test_a_step_without_draft_tokens_gives_the_plain_tokens(draft, gamma, plain, tiny, sharp):
     for name, model in (("tiny", tiny), ("sharp", sharp)):

@@ -104,6 +104,7 @@ def test_a_step_leaves_what_the_next_draft_reads(tiny):
             ).all()
 
 
+@pytest.mark.exhaustive
 def test_sync_replaces_no_selection_of_a_query(tiny):
     """Where there was none it selects the first and the last positions."""
     config = StepConfig(3, GuidedDraft(Vegas(budget=8, least=0)))

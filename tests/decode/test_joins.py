@@ -111,6 +111,7 @@ def test_verifying_from_the_state_before_would_cost_one(tiny, monkeypatch):
     assert temporary > 0.9
 
 
+@pytest.mark.exhaustive
 def test_a_policy_as_a_drafter_costs_no_copy_either(tiny):
     draft = Chain(NgramDraft(), SelfDraft(NormTopK()), inner=1, rounds=2)
     copies, _ = cache_sized_copies(tiny, StepConfig(4, draft), 3, 4096)

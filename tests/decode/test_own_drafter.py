@@ -65,6 +65,7 @@ def test_it_is_lossless_in_an_engine(gamma, sharp, plain):
     assert engine.stats.accepted > 5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_it_is_lossless_on_a_mesh(sharp, plain):
     model = helix.shard(sharp, helix.HelixConfig(kvp=2, tpa=2, block=4))

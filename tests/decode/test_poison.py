@@ -17,6 +17,7 @@ from jspec.decode.step import decode_step
 from jspec.dispatch import Backends
 from jspec.ops.attention.dense import ATTENTION
 from tests.decode.common import DRAFT_LIMITS, DRAFTERS, prompts
+from tests.parameters import default_run
 
 CAPACITY = 60
 
@@ -46,7 +47,9 @@ RUNS = [(source, "xla") for source in DRAFTERS]
 RUNS += [("dense", name) for name in ATTENTION.never_refusing if name != "xla"]
 
 
-@pytest.mark.parametrize(("source", "implementation"), RUNS)
+@pytest.mark.parametrize(
+    ("source", "implementation"), default_run(RUNS, "streaming-xla", "dense-xla_blocked")
+)
 def test_unused_slots_never_reach_an_output(source, implementation, sharp, other, monkeypatch):
     """Half of the rows sample; all end at different times; 60 slots leave none to spare."""
     case = ATTENTION.cases()[0]

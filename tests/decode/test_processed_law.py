@@ -79,7 +79,7 @@ def test_processed_texts_have_their_law_by_every_drafter_and_rule(kind, source, 
     check_law(source, params, gamma=3, seed=1, rule=rule, processor=processor)
 
 
-@pytest.mark.parametrize("source", ["ngram", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("source", default_run(["ngram", "model"], slow=["model"]))
 def test_texts_of_a_function_have_their_law(source):
     params = dataclasses.replace(BANNED, top_p=1.0, banned_tokens=(), logit_bias={2: -0.5})
     check_law(source, params, gamma=3, processor=ORDER)
@@ -127,7 +127,7 @@ REPEATED = tuple(MUTANTS)[1::2]  # one of each check is in the default run
 
 @pytest.mark.parametrize(
     "name",
-    default_run(list(MUTANTS), next(iter(MUTANTS)), slow=REPEATED),
+    default_run(list(MUTANTS), slow=REPEATED),
 )
 def test_a_mutant_is_caught(name, monkeypatch):
     monkeypatch.setattr(Processing, *MUTANTS[name])

@@ -150,6 +150,7 @@ def test_an_end_that_the_caller_finds_counts_as_a_stop_token_there(chunk):
     assert got.stats.drafted > got.stats.accepted > 0
 
 
+@pytest.mark.exhaustive
 def test_merged_statistics_are_the_sum(sharp):
     params = SamplingParams(max_new_tokens=12)
     parts = [

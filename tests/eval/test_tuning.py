@@ -128,6 +128,7 @@ def test_ratios_that_read_alike_are_one_program(make_bench, text, groups, defaul
     assert bench.default(groups) == default
 
 
+@pytest.mark.exhaustive
 def test_a_trial_counts_what_generate_counts(make_bench, tiny):
     """Settings take turns, each after a run of its own that compiles and counts for no time."""
     reports: list[None] = []

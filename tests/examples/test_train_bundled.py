@@ -129,6 +129,7 @@ def test_source_rows_map_document_edges_to_tokens():
     assert (row[ends + 1] == batches.BOS_TOKEN).all()
 
 
+@pytest.mark.exhaustive
 def test_scanned_training_decoder_is_the_decoder():
     parameters = model.initial_parameters(CONFIG, 3)
     graph, attend = model.graph_of(CONFIG), model.causal_attention("xla")
@@ -160,6 +161,7 @@ def test_norms_do_not_decay():
         assert np.all(update == (0.0 if name.endswith("scale") else np.float32(0.05)))
 
 
+@pytest.mark.exhaustive
 def test_a_step_with_broken_gradients_is_skipped():
     parameters = jax.tree.map(lambda leaf: leaf * jnp.nan, model.initial_parameters(CONFIG, 0))
     state = (parameters, model.optimiser().init(parameters))

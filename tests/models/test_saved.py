@@ -250,6 +250,7 @@ def test_nothing_half_written_stays(tmp_path, tiny, monkeypatch, failing):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_orbax_leaves_the_root_logger_alone(tmp_path):
     """A handler there would print jspec's warnings a second way, as in ``WARNING:jspec:``."""
     code = f"""

@@ -93,6 +93,7 @@ def test_what_lies_beyond_the_draft_length_is_ignored():
         np.testing.assert_array_equal(getattr(poisoned, field.name), getattr(clean, field.name))
 
 
+@pytest.mark.exhaustive
 def test_a_row_does_not_feel_its_neighbours():
     params = [
         SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.5, 1.0, 2.0) for k in (0, 2)

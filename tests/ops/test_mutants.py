@@ -190,9 +190,8 @@ MUTANTS_OF_BLOCK = {
 CAUGHT = "p-value|impossible|seldom|draft"
 
 
-# One mutant of the draws, of drafts without a distribution and of each rule are in the default run.
-FIRST = ("accept shares with draft", "one-hot residual keeps the rejected")
-FIRST += ("residual of the token rule",)
+# One mutant is in the default run.
+FIRST = ("accept shares with draft",)
 # The others repeat a check.
 REPEATED = (
     "one number for all roles",

@@ -10,6 +10,7 @@ import pytest
 
 from jspec.ops.verify import VERIFY_GREEDY, Verified, verify_greedy
 from tests.ops.backends import every_backend, every_case, run_or_skip
+from tests.parameters import default_run
 
 LAST_ID = 2**31 - 1
 
@@ -90,7 +91,7 @@ def test_greedy_equals_plain_python(gamma, backend):
 
 @over_backends
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("gamma", [31, 32, 64, 128, 200])
+@pytest.mark.parametrize("gamma", default_run([31, 32, 64, 128, 200], "32", "200"))
 def test_greedy_of_long_drafts(gamma, dtype, backend):
     """One row for each position that may be rejected, which is each length, and each that may stop.
 

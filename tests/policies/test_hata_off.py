@@ -216,6 +216,7 @@ def test_a_step_reads_what_is_left_of_the_one_before(model, hata, monkeypatch, r
     assert (got.tokens == hata.tokens) != reuse
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_left_for_the_next_chunk(model):
     """Another request may take over a row in between."""
     policy = HataOff(**SOME, dense_layers=1)
@@ -228,6 +229,7 @@ def test_nothing_is_left_for_the_next_chunk(model):
     assert state.cache.nbytes == bytes_before
 
 
+@pytest.mark.exhaustive
 def test_it_decodes_as_hata_does_in_a_cache_that_grows(model, hata, monkeypatch):
     in_host_before, longer = [], rows.longer
 

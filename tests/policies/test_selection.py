@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jspec.cache import LinearLayout, StripedLayout
 from jspec.ops.key_scores import dot_scores
 from jspec.policies import Quest
 from jspec.policies.policy import create_cache, with_pages
+from tests.parameters import default_run
 from tests.policies import reference
 from tests.policies.common import CAPACITY, MATRIX, SPEC, arrays_of, filled, query, random
 
@@ -48,8 +50,15 @@ def edge_of(name: str, edge: str):
     return dataclasses.replace(MATRIX[name], **settings)
 
 
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("name", reference.SCORES)
+@pytest.mark.parametrize(
+    ("name", "edge"),
+    default_run(
+        itertools.product(reference.SCORES, EDGES),
+        *(f"{name}-some" for name in reference.SCORES),
+        *(f"quest-{edge}" for edge in EDGES if edge != "some"),
+        *(f"hata-{edge}" for edge in EDGES if edge != "some"),
+    ),
+)
 def test_it_selects_what_the_paper_says(name, edge):
     """Slots that hold nothing are NaN; one layout deals the positions out."""
     policy = edge_of(name, edge)
