@@ -58,7 +58,7 @@ ALONE = (real.SUITE.name, counters.SUITE.name)  # needs a model, needs ncu
 COMMANDS = {
     "all": "every suite but real and counters",
     "show": "the tables of stored results: python -m bench show FILE...",
-    "report": "docs/RESULTS.md and its pictures from bench/results",
+    "report": "docs/RESULTS.md, the tables of other pages, and pictures, from bench/results",
     "tune": "orders of backends, from results: python -m bench tune DIR --json FILE; block sizes, "
     "searched on this GPU, without DIR",
     "env": "the machine and its versions",
@@ -92,8 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("figures need matplotlib: pip install '.[bench]'")
         from bench import report
 
-        pages = {"comparing": report.COMPARISON, "repeating": report.PAPERS}
-        report.write(page=report.README, **pages)
+        report.write(page=report.README, pages=report.DOCS)
         return 0
     if asked.suite == "tune":
         return _tune(parser, asked)

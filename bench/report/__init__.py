@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.report import comparison, figures, papers, readme
+from bench.report import comparison, figures, papers, readme, simulated
 from bench.report.markdown import Line, refreshed, table
 from bench.report.questions import QUESTIONS, Question
 from bench.report.runs import JOINED, Run, read
@@ -14,8 +14,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 DOCS = ROOT.parent / "docs"
 README = ROOT.parent / "README.md"
-COMPARISON = DOCS / "comparison.md"
-PAPERS = DOCS / "papers.md"
 HEAD = (
     "# Results\n\n"
     "Written by `python -m bench report` from `bench/results/`; edit neither by hand. A table "
@@ -28,8 +26,7 @@ def write(
     results: Path = RESULTS,
     docs: Path = DOCS,
     page: Path | None = None,
-    comparing: Path | None = None,
-    repeating: Path | None = None,
+    pages: Path | None = None,
 ) -> None:
     """Write RESULTS.md and its pictures into ``docs``.
 
@@ -38,23 +35,31 @@ def write(
             those of further runs, of other cases, in ``SUITE.NAME.json``.
         docs: where to write.
         page: a README, whose part on real models is written too.
-        comparing: a page whose tables on backends are written too, and their pictures next to it.
-        repeating: a page whose tables on the papers' figures are written too.
+        pages: the folder of `pages_of`, whose tables are written too, with their pictures.
     """
     docs.mkdir(parents=True, exist_ok=True)
     runs = read(results)
     parts = [HEAD.format(rest=_rest(runs)), *_glances(runs)]
     parts += [part for question in QUESTIONS for part in _parts(question, runs, docs)]
     (docs / "RESULTS.md").write_text("\n".join(parts))
-    if comparing is not None:
+    if pages is not None:
         for family in comparison.FAMILIES:
-            comparison.draw(family, runs, comparing.parent / comparison.picture_of(family))
-    for path, tables in ((comparing, comparison.TABLES), (repeating, papers.TABLES)):
-        if path is not None:
-            path.write_text(refreshed(path.read_text(), tables, runs))
+            comparison.draw(family, runs, pages / comparison.picture_of(family))
+        for name, tables in pages_of(results, runs).items():
+            path = pages / name
+            path.write_text(refreshed(path.read_text(), tables))
     if page is not None:
         real = [run for run in runs if run.suite == "real"]
         page.write_text(readme.refreshed(page.read_text(), real))
+
+
+def pages_of(results: Path, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+    """The tables of each page whose prose is written by hand."""
+    return {
+        "comparison.md": comparison.tables(runs),
+        "papers.md": papers.tables(runs),
+        "simulator.md": simulated.tables(results),
+    }
 
 
 def _glances(runs: Sequence[Run]) -> Iterator[str]:

@@ -430,3 +430,8 @@ TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     "sharded attention": whole.sharded,
     "defaults": defaults,
 }
+
+
+def tables(runs: Sequence[Run]) -> dict[str, str]:
+    """The tables of the page by name."""
+    return {name: text_of(runs) for name, text_of in TABLES.items()}

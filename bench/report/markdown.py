@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.point import Row, best_clock
@@ -101,8 +101,8 @@ def microseconds(row: Row) -> float:
     return time.median
 
 
-def refreshed(page: str, tables: Mapping[str, Callable[[Any], str]], runs: Any) -> str:
-    """``page`` with its tables written again, each by the function of its name, from ``runs``.
+def refreshed(page: str, tables: Mapping[str, str]) -> str:
+    """``page`` with its tables written again, from ``tables`` by name.
 
     Raises:
         ValueError: for a table that the page names and that there is none of.
@@ -112,7 +112,7 @@ def refreshed(page: str, tables: Mapping[str, Callable[[Any], str]], runs: Any) 
         name = match[1]
         if name not in tables:
             raise ValueError(f"there is no table {name!r}; there are {', '.join(tables)}")
-        return f"{BEGIN.format(name)}\n\n{tables[name](runs)}\n{END}"
+        return f"{BEGIN.format(name)}\n\n{tables[name]}\n{END}"
 
-    pattern = re.escape(BEGIN).replace(r"\{\}", r"([a-z ]+)") + ".*?" + re.escape(END)
+    pattern = re.escape(BEGIN).replace(r"\{\}", r"([\w -]+)") + ".*?" + re.escape(END)
     return re.sub(pattern, written, page, flags=re.DOTALL)

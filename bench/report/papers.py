@@ -252,12 +252,9 @@ LINES: Mapping[str, tuple[Callable[[Sequence[Run]], Iterable[Line]], int]] = {
 }
 
 
-def text_of(name: str, runs: Sequence[Run]) -> str:
-    """A table by its name, or that nothing was measured."""
-    lines, labels = LINES[name]
-    return table(list(lines(runs)), labels) or f"{NOT_MEASURED.capitalize()}.\n"
-
-
-TABLES: Mapping[str, Callable[[Sequence[Run]], str]] = {
-    name: lambda runs, name=name: text_of(name, runs) for name in LINES
-}
+def tables(runs: Sequence[Run]) -> dict[str, str]:
+    """The tables of the page by name, or that nothing was measured."""
+    return {
+        name: table(list(lines(runs)), labels) or f"{NOT_MEASURED.capitalize()}.\n"
+        for name, (lines, labels) in LINES.items()
+    }

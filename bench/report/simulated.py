@@ -1,4 +1,4 @@
-"""The tables of docs/simulator.md: `python -m bench.report.simulated` writes them.
+"""The tables of docs/simulator.md.
 
 The ratios of the Helix paper as the simulator computes them, and what it predicts of the results in
 bench/results and of layouts that are not measured yet.
@@ -28,10 +28,7 @@ from jspec.helix.simulator import (
 )
 from jspec.helix.simulator.shapes import shipped
 
-DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = Path(__file__).parents[1] / "results"
-BEGIN = "<!-- table {}: python -m bench.report.simulated -->\n"
-END = "<!-- end of table -->\n"
 CALIBRATION = ("collectives", "helix-attention")  # results that constants are fitted to
 BFLOAT16 = Constants(bytes_per_value=2, bytes_per_activation=2)
 # A result of 8 GPUs is predicted from the machine with the most results.
@@ -160,21 +157,3 @@ def tables(results: Path) -> dict[str, str]:
     """The tables of docs/simulator.md by name."""
     measured = {"measured": measured_table(results), "long": long_table(results)}
     return paper_tables(results) | measured
-
-
-def written(text: str, results: Path) -> str:
-    """The text of docs/simulator.md with today's tables."""
-    for name, rows in tables(results).items():
-        begin = BEGIN.format(name)
-        before, rest = text.split(begin)
-        text = before + begin + rows + END + rest.split(END, 1)[1]
-    return text
-
-
-def main() -> None:
-    page = DOCS / "simulator.md"
-    page.write_text(written(page.read_text(), RESULTS))
-
-
-if __name__ == "__main__":
-    main()
