@@ -85,7 +85,8 @@ def score_and_speed(runs: Sequence[Run]) -> Iterator[Line]:
     """HATA, figure 1: percent right of each policy, and the speed of steps that read by it."""
     scores: dict[str, dict[str, str]] = {}
     for card, case, rows in measured(runs, "read"):
-        if case.get("budget") == BUDGETS[0] and case["S"] >= 32768:
+        is_bundled = case.get("model", "bundled") == "bundled"
+        if is_bundled and case.get("budget") == BUDGETS[0] and case["S"] >= 32768:
             for name, row in rows.items():
                 heading = f"right at {kilo(case['S'])}, {card}"
                 scores.setdefault(name, {})[heading] = f"{row['score']:.1f} %"

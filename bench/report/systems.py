@@ -23,14 +23,14 @@ LONG = 2**20  # positions of the first table's cases
 
 def quality(runs: Sequence[Run]) -> Iterator[Line]:
     """Scores of each policy by budget, and accepted lengths; a machine's first run of a model."""
-    scored = [run for run in runs if any("score" in row for row in run.rows)]
+    scored = [run for run in runs if any(map(_is_by_budget, run.rows))]
     first_runs: dict[tuple[str, str], Run] = {}
     for run in scored:
         first_runs.setdefault((run.machine, _model_of(run)), run)
     for (_, model), run in first_runs.items():
         by_context: dict[int, dict[str, dict[str, str]]] = {}
         for row in run.rows:
-            if "score" in row:
+            if _is_by_budget(row):
                 budget, lines = row["case"]["budget"], by_context.setdefault(row["case"]["S"], {})
                 if row["operation"] == "read":
                     size = lines.setdefault("bytes of a key", {})
@@ -50,6 +50,11 @@ def quality(runs: Sequence[Run]) -> Iterator[Line]:
 def _model_of(run: Run) -> str:
     """The model of a run of `quality`."""
     return run.rows[0]["case"].get("model", "bundled")
+
+
+def _is_by_budget(row: Row) -> bool:
+    """Whether a row has the score of a policy, not of the depth of a needle."""
+    return "score" in row and "budget" in row["case"]
 
 
 def accepted(runs: Sequence[Run]) -> Iterator[Line]:

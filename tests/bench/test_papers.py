@@ -3,7 +3,7 @@
 import re
 
 from bench import report
-from bench.report import papers
+from bench.report import papers, systems
 from bench.report.markdown import refreshed
 from bench.report.runs import Run, read
 from tests.bench.test_comparison import lines
@@ -83,8 +83,9 @@ def test_prefill_is_of_gpus():
 
 
 def test_quality_by_depth_gap_and_share():
-    needle = row("needle", "hata", {"S": 2048}, depths={"0%": 100.0, "100%": 50.0}, checked=None)
+    needle = row("needle", "hata", {"S": 2048}, depths={"0%": 100.0, "100%": 50.0}, score=75.0)
     assert cells("needles", run("quality", needle)) == [["H100", "2K", "hata", "100", "50"]]
+    assert not list(systems.quality([run("quality", needle)])), "no score of RULER"
     figures = {"rejected": 9, "mean": 0.25, "below": {"0.5": 0.75, "1.0": 0.25}}
     lost = row("rejected", "vegas-first", {"S": 4096}, **figures)
     expected = ["CPU", "4K", "vegas-first", "9", "0.25", "75%", "25%"]
