@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.report import comparison, figures, papers, readme, simulated
+from bench.report import branches, comparison, figures, papers, readme, simulated
 from bench.report.markdown import Line, refreshed, table
 from bench.report.questions import QUESTIONS, Question
 from bench.report.runs import JOINED, Run, read
@@ -57,6 +57,7 @@ def pages_of(results: Path, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     """The tables of each page whose prose is written by hand."""
     return {
         "comparison.md": comparison.tables(runs),
+        "drafting.md": {"branches": branches.branches(results)},
         "papers.md": papers.tables(runs),
         "simulator.md": simulated.tables(results),
     }

@@ -1,4 +1,4 @@
-"""The table of docs/drafting.md: `python -m bench.report.branches` writes it.
+"""The table of docs/drafting.md.
 
 Tokens that a step commits with drafts of one path and with trees, from the results of ``op=trees``.
 """
@@ -11,9 +11,7 @@ from pathlib import Path
 from bench import show
 from bench.point import Row
 from bench.report.markdown import Line, table
-from bench.report.simulated import DOCS, END, RESULTS
 
-BEGIN = "<!-- table: python -m bench.report.branches -->\n"
 DRAFTERS = {
     "ngram": "`NgramDraft`, one path",
     "ngram-1": "`NgramDraft(min_match=1)`, one path",
@@ -55,18 +53,3 @@ def branches(results: Path) -> str:
 def _order(item: tuple[str, str]) -> tuple[bool, int]:
     sampling, nodes = item[0].split(", ")
     return sampling != "greedy", int(nodes)
-
-
-def written(text: str, results: Path) -> str:
-    """The text of docs/drafting.md with today's table."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + branches(results) + END + rest.split(END, 1)[1]
-
-
-def main() -> None:
-    page = DOCS / "drafting.md"
-    page.write_text(written(page.read_text(), RESULTS))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import jspec
-from bench import trees
+from bench import report, trees
 from bench.report import branches
+from bench.report.markdown import refreshed
 from bench.settings import Settings
 from jspec.decode.draft.lookup import SuffixIndex, agreement, continuation
 from jspec.decode.score import score_top_tokens
@@ -214,5 +215,6 @@ def test_every_drafter_has_a_row_on_the_same_answers(tiny, monkeypatch):
 
 
 def test_the_table_of_the_docs_is_of_today():
-    text = (branches.DOCS / "drafting.md").read_text()
-    assert branches.written(text, branches.RESULTS) == text
+    text = (report.DOCS / "drafting.md").read_text()
+    assert refreshed(text, {"branches": branches.branches(report.RESULTS)}) == text
+    assert "<!-- table branches:" in text
