@@ -111,6 +111,7 @@ def test_a_pass_is_checked_timed_and_compared_with_its_floor(tiny):
     assert row["parts_ns"]["verification"] == {"attention": 1000, "matmuls": 600, "rest": 400}
 
 
+@pytest.mark.exhaustive
 def test_a_pass_over_a_tree_is_next_to_one_over_a_chain(tiny, monkeypatch):
     both = rows(PASS, "S=300,T=4", "chain", "tree")
     assert [row["checked"] for row in both.values()] == ["2 layers"] * 2

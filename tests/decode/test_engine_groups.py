@@ -48,7 +48,6 @@ def test_a_group_is_prefilled_once(name, prompt, sharp, other):
         assert engine.stats.prompt_tokens < 20 * 8 + 60 + 1
 
 
-@pytest.mark.exhaustive
 def test_a_group_of_short_prompts_takes_one_row_of_a_pass(sharp, monkeypatch):
     """And several groups a row each."""
     engine = engine_of(sharp, "ngram", slots=16, prefill_chunk=256)

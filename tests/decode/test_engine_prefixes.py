@@ -53,7 +53,7 @@ def deep():
     return make_decoder(TINY, seed=1, head=8.0)
 
 
-@pytest.mark.parametrize("name", default_run([*NAMES, *SLOW], slow=SLOW))
+@pytest.mark.parametrize("name", default_run([*NAMES, *SLOW], "lossy", slow=SLOW))
 def test_turns_of_a_conversation_are_prefilled_once(name, deep, other):
     engine = engine_of(deep, name, other, prefill_chunk=16)
     engine.warm_up()
@@ -141,7 +141,6 @@ def test_a_row_with_earlier_weights_is_not_taken_over(sharp):
     assert engine.stats.prompt_tokens == 72 + 73
 
 
-@pytest.mark.exhaustive
 def test_rows_that_wrap_are_not_taken_over():
     layers = [dataclasses.replace(TINY.layers[0], window=window) for window in (5, None)]
     model = make_decoder(dataclasses.replace(TINY, layers=tuple(layers)), seed=3)

@@ -253,7 +253,9 @@ def test_no_weight_is_in_memory_twice(models, monkeypatch):
     engine.update(numbers[2])
 
 
-@pytest.mark.parametrize("name", default_run(["quantized", "magicpig", "lossy-hata"], "quantized"))
+@pytest.mark.parametrize(
+    "name", default_run(["quantized", "magicpig", "lossy-hata"], "quantized", "lossy-hata")
+)
 def test_what_is_made_of_the_weights_is_made_again(name, models):
     engine = engine_of(models[0], name)
     engine.warm_up()
@@ -273,7 +275,6 @@ def test_what_is_made_of_the_weights_is_made_again(name, models):
     assert len(COMPILED) == compiled
 
 
-@pytest.mark.exhaustive
 def test_a_draft_model_that_the_caller_passed_stays(models):
     engine = engine_of(models[0], "model", models[2])
     engine.update(models[1])

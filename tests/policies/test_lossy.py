@@ -137,7 +137,6 @@ def test_a_request_alone_gets_what_it_gets_among_others(tiny):
         assert alone.tokens == whole.tokens[row : row + 1]
 
 
-@pytest.mark.exhaustive
 def test_a_batch_that_grows_keeps_its_pages(tiny, monkeypatch):
     """From 12 positions over 24 to 44, of pages of 5, as if there had been room from the start."""
     settings = {"draft": None, "target": dataclasses.replace(QUEST, budget=20, page=5)}
