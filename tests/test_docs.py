@@ -28,7 +28,7 @@ def run(page: str) -> dict:
     return names
 
 
-# What the other pages call has its own tests in the default run.
+# The other pages call what has tests of its own.
 PAGES_BY_DEFAULT = ("serving", "policies", "selection", "sampling", "extending")
 
 

@@ -67,12 +67,12 @@ def test_every_operation_of_the_suites_has_a_small_case():
     assert names - {"hata_layer", "hata_parts"} == set(CASES)
 
 
-# Outputs of integers, of floats, of both, and several of them.
-PLAIN = ("verify_greedy", "verify_tree", "sample", "pack", "attention", "scored_attention")
-PLAIN += ("select", "hash_select", "hash_encode", "collision_scores", "linear", "mean_weights")
+# Outputs of integers, of floats and of both, one and several.
+FIRST = ("verify_greedy", "verify_tree", "sample", "pack", "attention", "scored_attention")
+FIRST += ("select", "hash_select", "hash_encode", "collision_scores", "linear", "mean_weights")
 
 
-@pytest.mark.parametrize("name", default_run(list(CASES), *PLAIN))
+@pytest.mark.parametrize("name", default_run(list(CASES), *FIRST))
 def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     """Each output in turn is changed by the smallest step that matters."""
     bench = benchmark(name)

@@ -122,13 +122,10 @@ MUTANTS = {
 }
 
 
-REPEATED = tuple(MUTANTS)[1::2]  # one of each check is in the default run
+REPEATED = tuple(MUTANTS)[1::2]  # the others show each check by one
 
 
-@pytest.mark.parametrize(
-    "name",
-    default_run(list(MUTANTS), slow=REPEATED),
-)
+@pytest.mark.parametrize("name", default_run(list(MUTANTS), slow=REPEATED))
 def test_a_mutant_is_caught(name, monkeypatch):
     monkeypatch.setattr(Processing, *MUTANTS[name])
     with pytest.raises(AssertionError, match=r"p-value|seldom"):

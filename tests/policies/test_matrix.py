@@ -52,7 +52,7 @@ def plain(sharp):
 WEIGHTED = {"magicpig weighted": dataclasses.replace(MATRIX["magicpig"], weights=True)}
 
 
-# Drafts of these are in other tests of the default run, or have a sibling here.
+# Drafts of these are in other tests, or have a sibling here.
 ELSEWHERE = ("dense", "streaming", "exact_topk", "shared top-k", "hata", "norms", "magicpig")
 
 
