@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jspec.cache.layout import Layout
+from jspec.cache.layout import Layout, Stripe
 from jspec.cache.storage import TOKEN_COLUMNS, HostStorage
 from jspec.config import LayerSpec
 from jspec.host import in_host, place_in_host
@@ -297,15 +298,19 @@ class Cache:
         """The same with the first ``counts [B]`` of ``sources`` at the positions ``targets``.
 
         Both int32 ``[B, n]``, ascending in a row, and no target is after its source: as
-        `jspec.ops.pack_path` takes their slots.
+        `jspec.ops.pack_path` takes their slots. Devices that share the rows exchange the entries.
         """
         columns = list(self.columns)
         for layout in dict.fromkeys(self.layouts):
             layers = [i for i, other in enumerate(self.layouts) if other == layout]
             names = [(i, name) for i in layers for name in columns[i]]
             arrays = [columns[i][name] for i, name in names]
-            slots = layout.slots(sources), layout.slots(targets)
-            for (i, name), x in zip(names, pack_path(arrays, *slots, counts), strict=True):
+            arguments = arrays, layout.slots(sources), layout.slots(targets), counts
+            if isinstance(layout, Stripe):
+                moved = _moved_among_ranks(*arguments, layout.axis)
+            else:
+                moved = pack_path(*arguments)
+            for (i, name), x in zip(names, moved, strict=True):
                 columns[i] = columns[i] | {name: x}
         return dataclasses.replace(self, columns=tuple(columns))
 
@@ -316,6 +321,31 @@ class Cache:
     def values(self, layer: int) -> Array:
         """Values of a layer, ``[B, S, K, value size]``."""
         return values_of(self.specs[layer], self.columns[layer])
+
+
+def _moved_among_ranks(
+    columns: Sequence[Array],
+    source_slots: Array,
+    target_slots: Array,
+    counts: Array,
+    axis: str | tuple[str, ...],
+) -> list[Array]:
+    """As `jspec.ops.pack_path`, where each rank of ``axis`` has some of the slots.
+
+    Slots of other ranks are those from S on. An entry is on one rank: the sum over all is what it
+    is, to the bit but for the sign of zero.
+    """
+    rows, index = jnp.arange(len(counts))[:, None], jnp.arange(source_slots.shape[1])[None]
+
+    def moved(x: Array) -> Array:
+        # NCCL sums no floats of 8 bits.
+        bits = lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+        entries = bits.at[rows, source_slots].get(mode="fill", fill_value=0)
+        entries = lax.bitcast_convert_type(lax.psum(entries, axis), x.dtype)
+        target = jnp.where(index < counts[:, None], target_slots, x.shape[1])
+        return x.at[rows, target].set(entries, mode="drop")
+
+    return list(map(moved, columns))
 
 
 def longer(x: Array, size: int, fill: int = 0, *, axis: int = 1, parts: int = 1) -> Array:

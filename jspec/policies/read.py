@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,23 +60,29 @@ def read_tree(
     sinks: Array | None,
     up: Array | None,
 ) -> Array:
-    """Attention of a tree's nodes over a layer, which has the nodes at ``positions [B, T]``.
-
-    Not for rows that several devices share.
+    """Attention of a tree's nodes over a layer, which has the nodes at ``positions [B, T]``, and
+    those of the other devices that share the rows.
     """
     spec, layout, columns = cache.specs[layer], cache.layouts[layer], cache.columns[layer]
-    positions, key_positions = in_slots(cache, layer, positions)
-    out, lse = tree_attention(
-        q,
-        columns["keys"],
-        columns.get("values"),
-        tree,
-        layout.slots(positions),
-        key_positions=key_positions,
-        window=spec.window,
-        **settings_of(spec),
-    )
-    return finished(out, lse, sinks, up)
+    key_positions = None
+    if not isinstance(layout, LinearLayout):
+        key_positions = layout.slot_positions(positions.max(axis=1))
+    slots = layout.slots(positions)
+
+    def read(q: Array, positions: Array) -> tuple[Array, Array]:
+        nodes = dataclasses.replace(tree, positions=jnp.where(positions < 0, -1, tree.positions))
+        return tree_attention(
+            q,
+            columns["keys"],
+            columns.get("values"),
+            nodes,
+            slots,
+            key_positions=key_positions,
+            window=spec.window,
+            **settings_of(spec),
+        )
+
+    return attended(cache, read, q, positions, sinks, up)
 
 
 def read_at(

@@ -33,7 +33,9 @@ class Known(jspec.Drafter):
     ``texts``: prompts and answers of the rows, -1 after them.
     """
 
-    traits = jspec.DrafterTraits(default_gamma=NODES, one_hot=True)
+    traits = jspec.DrafterTraits(
+        default_gamma=NODES, one_hot=True, branches=True, runs_on_mesh=True
+    )
 
     texts: tuple[tuple[int, ...], ...]
 
@@ -210,8 +212,8 @@ def test_a_tree_has_the_likeliest_continuations(branches, gamma):
 def test_what_cannot_be_a_tree_is_refused(tiny):
     with pytest.raises(ValueError, match="branches=0 must be at least 1"):
         NgramDraft(branches=0)
-    assert not TREE.traits.runs_on_mesh
-    assert NgramDraft().traits.runs_on_mesh
+    assert TREE.traits.branches
+    assert not NgramDraft().traits.branches
 
     def step(draft, gamma, **settings):
         config = StepConfig(gamma, draft, **settings)

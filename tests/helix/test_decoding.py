@@ -79,11 +79,11 @@ def model() -> Decoder:
     return Decoder(CONFIG, rngs=nnx.Rngs(0))
 
 
-def decoded(model, draft: Drafter, *modes: dict) -> tuple[list[list[int]], str]:
+def decoded(model, draft: Drafter, *modes: dict, gamma: int = 3) -> tuple[list[list[int]], str]:
     """Tokens of the rows, which take ``modes`` in turn, and the program that a chunk is."""
     rows = enumerate(itertools.islice(itertools.cycle(modes), len(TEXTS)))
     params = [jspec.SamplingParams(max_new_tokens=16, seed=i, **mode) for i, mode in rows]
-    config = jspec.StepConfig(0 if isinstance(draft, jspec.NoDraft) else 3, draft)
+    config = jspec.StepConfig(0 if isinstance(draft, jspec.NoDraft) else gamma, draft)
     arrays = prepare_params(config.cache_policy, model)
     models = jspec.Models(model, policy=arrays)
     state = jspec.start_decoding(models, TEXTS, params, config, capacity=256)

@@ -29,7 +29,7 @@ class NgramDraft(Drafter):
     A match of fewer than ``min_match`` tokens drafts nothing; ``max_match`` bounds the comparison.
 
     With several ``branches`` a draft is a tree of what followed so many of the longest matches, and
-    gamma, at most 31, bounds its tokens: this is experimental, and not for meshes.
+    gamma, at most 31, bounds its tokens: this is experimental.
     """
 
     min_match: int = 3
@@ -48,9 +48,7 @@ class NgramDraft(Drafter):
     @property
     def traits(self) -> DrafterTraits:  # pyright: ignore[reportIncompatibleVariableOverride]
         branches = self.branches > 1
-        return DrafterTraits(
-            default_gamma=8, one_hot=True, branches=branches, runs_on_mesh=not branches
-        )
+        return DrafterTraits(default_gamma=8, one_hot=True, branches=branches, runs_on_mesh=True)
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         tokens, lengths = state.tokens, state.lengths

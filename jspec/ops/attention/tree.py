@@ -44,7 +44,8 @@ def tree_attention(
         k: ``[B, S, K, H]``, with N a multiple of K.
         v: ``[B, S, K, H']``, or None as in `jspec.ops.attention`.
         tree: the nodes; node 0 is the root.
-        slots: int32 ``[B, T]``: where the keys of the nodes are; ignored for padding.
+        slots: int32 ``[B, T]``: where the keys of the nodes are; ignored for padding. A key whose
+            slot is S or more is not in this cache, and no node reads it.
         key_positions: int32 ``[B, S]``, absolute positions of the keys, -1 for an empty slot; None:
             a key's slot is its position. What it says of the root's position and later ones is
             ignored.
@@ -79,11 +80,12 @@ def tree_attention(
     )
 
 
-def _is_ancestor(tree: Tree, window: int | None) -> Array:
-    """Which nodes ``[B, T]`` each node reads, bool ``[B, T, T]``."""
+def _is_ancestor(tree: Tree, slots: Array, capacity: int, window: int | None) -> Array:
+    """Which nodes ``[B, T]`` each node reads, bool ``[B, T, T]``: its ancestors in this cache."""
     position = tree.positions
     index = jnp.arange(position.shape[1], dtype=jnp.int32)[None, None]
     is_read = has_bit(tree.ancestors[..., None], index) & (position >= 0)[..., None]
+    is_read &= (slots < capacity)[:, None]
     if window is not None:
         is_read &= position[:, None] > position[..., None] - window
     return is_read
@@ -106,7 +108,8 @@ def _xla(q, k, v, tree, slots, *, key_positions, scale, window, softcap, value_s
         is_read &= committed[:, None] > position[..., None] - window
     at = jnp.where(position >= 0, slots, capacity)
     row, node = jnp.arange(batch)[:, None, None], jnp.arange(tokens)[None, :, None]
-    is_read = is_read.at[row, node, at[:, None]].set(_is_ancestor(tree, window), mode="drop")
+    nodes_read = _is_ancestor(tree, slots, capacity, window)
+    is_read = is_read.at[row, node, at[:, None]].set(nodes_read, mode="drop")
     is_read = jnp.repeat(is_read, q.shape[2] // kv_heads, axis=1)[:, None]
     rows, v = grouped(q * jnp.asarray(scale, q.dtype), kv_heads), values_in(k, v, value_size)
     sums = accumulate(empty_sums(rows, v.shape[3]), rows, k, v, is_read, softcap)
@@ -122,12 +125,13 @@ def _two_parts(q, k, v, tree, slots, *, key_positions, window, **settings: Any):
         key_positions, last = _committed_positions(tree, key_positions, k.shape[1]), position
     static = {"key_positions": key_positions, "window": window, **settings}
     committed = ATTENTION(q, k, v, last, **static)
-    kv_heads = k.shape[2]
+    capacity, kv_heads = k.shape[1:3]
     k, v = (
         x.at[batch, slots].get(mode="clip") for x in (k, values_in(k, v, settings["value_size"]))
     )
     rows = grouped(q * jnp.asarray(settings["scale"], q.dtype), kv_heads)
-    is_read = jnp.repeat(_is_ancestor(tree, window), q.shape[2] // kv_heads, axis=1)[:, None]
+    nodes_read = _is_ancestor(tree, slots, capacity, window)
+    is_read = jnp.repeat(nodes_read, q.shape[2] // kv_heads, axis=1)[:, None]
     sums = accumulate(empty_sums(rows, v.shape[3]), rows, k, v, is_read, settings["softcap"])
     nodes = finish(sums, q.shape[1], q.dtype)
     return merge_attention(*(jnp.stack(pair) for pair in zip(committed, nodes, strict=True)))

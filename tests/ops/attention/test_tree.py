@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec.ops.attention.merge import merge_attention
 from jspec.ops.attention.tree import TREE_ATTENTION, tree_attention
 from jspec.ops.tree import Tree
 from tests.ops.attention.test_dense import EXACT, Inputs, brute_force
@@ -96,6 +97,26 @@ def test_each_node_reads_its_own_text(name, shuffled, backend):
     run = jax.jit(lambda *x, p: tree_attention(*x, key_positions=p, **settings))
     out, lse = run(*jax.device_put(arrays), p=stored)
     expected_out, expected_lse = expected(name, shuffled)
+    np.testing.assert_allclose(out, expected_out, atol=EXACT, rtol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, atol=EXACT, rtol=1e-5)
+
+
+@every_backend(TREE_ATTENTION)
+def test_keys_in_two_caches_are_read_where_they_are(backend):
+    """As two devices share the rows: what both read, merged, is what one reads."""
+    q, k, v, tree, slots, stored = arguments("plain", True)
+    half = S // 2
+    run = jax.jit(lambda *x, p: tree_attention(*x, key_positions=p, implementation=backend))
+    parts = [
+        run(
+            *jax.device_put((q, k[:, part], v[:, part], tree)),
+            jnp.where((slots >= part.start) & (slots < part.stop), slots - part.start, half),
+            p=stored[:, part],
+        )
+        for part in (slice(0, half), slice(half, S))
+    ]
+    out, lse = merge_attention(*map(jnp.stack, zip(*parts, strict=True)))
+    expected_out, expected_lse = expected("plain", True)
     np.testing.assert_allclose(out, expected_out, atol=EXACT, rtol=1e-5)
     np.testing.assert_allclose(lse, expected_lse, atol=EXACT, rtol=1e-5)
 
