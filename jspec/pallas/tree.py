@@ -105,8 +105,8 @@ def _write(row: Any, walk: _Walk, tokens: TokenRefs, outputs: Any, path: Any) ->
         node, at = jnp.zeros_like(index), jnp.int32(0)
         for i, drafted in enumerate(walk.drafted, 1):
             is_on = (walk.nodes >> i) & 1
-            is_here = (index == at) & (is_on == 1)
-            token, node = jnp.where(is_here, drafted, token), jnp.where(is_here, i, node)
+            is_at = (index == at) & (is_on == 1)
+            token, node = jnp.where(is_at, drafted, token), jnp.where(is_at, i, node)
             at = at + is_on
         pieces.append((place, index, token, node))
         stop = jnp.maximum(stop, largest((gamma + 1 - index) * is_stop(token, stop_ids)))
