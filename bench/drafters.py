@@ -48,7 +48,7 @@ BY_A_MODEL = {"model": "model", "model>vegas": f"model > {ALL['vegas']}"}
 # Drafters by trained hashes, and the lossy policy, which the suite `real` takes by ``--hashes``.
 BY_HASHES = {
     "hata": f"hata:budget={RATIO},dense_layers=0",
-    "vegas-refresh": f"{ALL['vegas']},refresh=2,ahead=1",
+    "vegas-refresh": f"{ALL['vegas']},refresh=2,ahead=1,per_head=true",
 }
 LOSSY = {"hata-lossy": f"hata:budget={RATIO}"}
 FEW = (PLAIN, "ngram", "suffix", "vegas")  # everywhere; the others at headline cells alone

@@ -75,7 +75,9 @@ QUESTIONS = (
         "Every drafter at the largest batch",
         MODELS,
         "Acceptance measured: tokens/step, greedy, of answers that do not repeat themselves (in "
-        "brackets: of all, where those are none); speed over plain decoding, greedy and at T=0.8.",
+        "brackets: of all, where those are none); speed over plain decoding, greedy and at T=0.8. "
+        "*lossy*: without verification, and the share of plain decoding's tokens up to the first "
+        "one that differs.",
         real.drafters,
         1,
         notes=real.not_timed,

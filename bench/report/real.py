@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bench.cases import kilo
-from bench.drafters import ALL, PLAIN
+from bench.drafters import ALL, BY_HASHES, LOSSY, PLAIN
 from bench.real.figures import (
     Row,
     batch_rate,
@@ -94,8 +94,12 @@ def drafters(runs: Sequence[Run]) -> Iterator[Line]:
             at = labels(run.card, pair.case)
             heading = f"{at['card']}, {at['model']}, {rows_of(pair.case)} of {at['context']}"
             ranked = [row["name"] for cell in pair.cells[:1] for row in cell.ranked]
-            for name in dict.fromkeys([*ranked, *ALL]):
-                known = [cell for cell in pair.cells if name in {**cell.drafters, **cell.not_timed}]
+            for name in dict.fromkeys([*ranked, *ALL, *BY_HASHES, *LOSSY]):
+                known = [
+                    cell
+                    for cell in pair.cells
+                    if name in {**cell.drafters, **cell.lossy, **cell.not_timed}
+                ]
                 if known and name != PLAIN:
                     words = [_drafter(cell, name) for cell in known]
                     lines.setdefault(name, {})[heading] = "; ".join(words)
@@ -104,6 +108,9 @@ def drafters(runs: Sequence[Run]) -> Iterator[Line]:
 
 
 def _drafter(cell: Cell, name: str) -> str:
+    if name in cell.lossy:
+        row = cell.lossy[name]
+        return f"lossy, {row['agreement']:.0%} as plain; {ratio(cell.speed(row))}"
     if name not in cell.drafters:
         return "not timed"
     row, is_greedy = cell.drafters[name], cell.case["sampling"] == "greedy"

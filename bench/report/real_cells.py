@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bench.drafters import ALL, FEW, PLAIN, SAMPLING
+from bench.drafters import ALL, BY_HASHES, FEW, LOSSY, PLAIN, SAMPLING
 from bench.real.figures import Row, is_timed, over_plain, prefers_none, steady_rate, where
 from bench.real.rivals import NAMES as RIVALS
 
@@ -50,6 +50,11 @@ class Cell:
         return self._last(DRAFTERS)
 
     @functools.cached_property
+    def lossy(self) -> dict[str, Row]:
+        """The last timed row of each lossy policy, which competes with no drafter."""
+        return self._last(tuple(LOSSY))
+
+    @functools.cached_property
     def rivals(self) -> dict[str, Row]:
         return self._last(RIVALS)
 
@@ -81,8 +86,8 @@ class Cell:
 
 
 USUAL_SAMPLING = ("greedy", "t0.8")
-DRAFTERS = tuple(name for name in ALL if name != PLAIN)
-MORE = tuple(name for name in ALL if name not in FEW)
+DRAFTERS = (*(name for name in ALL if name != PLAIN), *BY_HASHES)
+MORE = tuple(name for name in DRAFTERS if name not in FEW)
 
 
 def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

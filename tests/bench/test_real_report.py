@@ -109,6 +109,18 @@ def test_every_drafter_stands_in_a_table_where_more_than_everywhere_ran(text):
     assert rows[3] == ["ngram", "not timed"]
 
 
+def test_a_lossy_policy_stands_last_and_is_never_the_fastest():
+    lossy = row("hata-lossy", 1, lossy=True, agreement=0.25, steps=[60] * 8)
+    rows = [row("none", 2), row("vegas", 4, per_step=3), row("hata", 5, per_step=4), lossy]
+    lines = [list(line.cells.values()) for line in real.drafters([run(rows)])]
+    assert lines == [
+        *(["hata", "4.00; 1.60x"], ["vegas", "3.00; 1.50x"]),
+        ["hata-lossy", "lossy, 25% as plain; 2.00x"],
+    ]
+    (line,) = real.speeds([run(rows)])
+    assert line.cells["fastest"] == "hata 1.60x"
+
+
 def test_a_losing_cell_is_shown_and_called_slower(text):
     small, _ = rows_of(text, SPEEDS)
     assert small[5:9] == ["vegas 0.60x, slower", "3.00", "0.60x, slower", "0.20x, slower"]
