@@ -232,7 +232,7 @@ QUESTIONS = (
         picture=figures.OF_BATCH,
     ),
     Question(
-        "Helix on two GPUs",
+        "Helix on several GPUs",
         ("helix", "collectives"),
         "Microseconds of a message in a jitted loop, NCCL's unless it says pallas or cuda.",
         systems.collectives,
@@ -261,6 +261,7 @@ QUESTIONS = (
         "over tensor parallelism, which copies the cache there.",
         systems.steps_of_shapes,
         5,
+        ("{shape}, B={B}, S={S}, {GPUs} GPUs", "{Helix}", "tensor parallel {tensor parallel}"),
     ),
     Question(
         "Exactness",

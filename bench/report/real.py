@@ -131,7 +131,8 @@ def not_timed(runs: Sequence[Run]) -> str:
 
 
 def acceptance(runs: Sequence[Run]) -> Iterator[Line]:
-    """By position of the draft and by context, of the largest batch that has vegas."""
+    """By position of the draft, in the shortest and the longest context of a model, of the largest
+    batch that has vegas."""
     rows: dict[tuple[str, int], dict[str, str]] = {}
     for run in runs:
         for pair in pairs(run.result):  # by rows, so that the last one is of the largest batch
@@ -142,7 +143,9 @@ def acceptance(runs: Sequence[Run]) -> Iterator[Line]:
                     at = rows.setdefault((cell.model, cell.case["S"]), {})
                     at[heading] = _by_position(row)
     for (model, context), line in sorted(rows.items()):
-        yield Line({"model": model, "context": kilo(context)} | line)
+        contexts = [other for name, other in rows if name == model]
+        if context in (min(contexts), max(contexts)):
+            yield Line({"model": model, "context": kilo(context)} | line)
 
 
 def _by_position(row: Row) -> str:

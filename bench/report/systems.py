@@ -18,6 +18,7 @@ from bench.table import number
 BUDGETS = (1 / 256, 1 / 128, 1 / 64, 1 / 32, 1 / 16)
 ALONE = "one device"
 STRATEGIES = {"tp": "tensor parallel", "gather": "gathered queries"}  # by their words
+NO_SHARE = {"suffix", "n-gram", "QuantSpec, all in 4 bits"}  # by their names in results
 LONG = 2**20  # positions of the first table's cases
 
 
@@ -58,7 +59,10 @@ def _is_by_budget(row: Row) -> bool:
 
 
 def accepted(runs: Sequence[Run]) -> Iterator[Line]:
-    """Tokens that a verification commits on the texts of the first case, the best drafter first."""
+    """Tokens that a verification commits on the texts of the first case, the best drafter first.
+
+    Of those that read a share of the context: real models have n-grams and suffixes too.
+    """
     measured = [run for run in runs if any("accepted_at" in row for row in run.rows)]
     for run in {run.machine: run for run in reversed(measured)}.values():
         rows = [x for x in run.rows if x["checked"] and x["operation"] == "draft"]
@@ -69,7 +73,7 @@ def accepted(runs: Sequence[Run]) -> Iterator[Line]:
                 is_greedy = row["case"]["sampling"] == "greedy"
                 by_name.setdefault(row["name"], {})[is_greedy] = row
         lengths = {x: [row["length"] for row in by_name[x].values()] for x in by_name}
-        for name in sorted(by_name, key=lambda x: -statistics.mean(lengths[x])):
+        for name in sorted(by_name.keys() - NO_SHARE, key=lambda x: -statistics.mean(lengths[x])):
             cells = {"card and texts": f"{run.card}, {texts}", "drafter": name}
             for is_greedy, word in ((True, "greedy"), (False, "sampled")):
                 row = by_name[name].get(is_greedy, {})
@@ -91,7 +95,15 @@ def _texts(row: Row) -> str:
 
 def served(runs: Sequence[Run]) -> Iterator[Line]:
     """The engine with all requests there at once, each mix and drafter once; and whole batches of
-    `jspec.generate`, the fastest and the slowest case of a machine."""
+    `jspec.generate`, the fastest and the slowest case of a machine.
+
+    At a glance are the fastest batch, and the fastest and the slowest load of a machine.
+    """
+    speeds: dict[str, list[float]] = {}
+    for run in runs:
+        for row in run.rows:
+            if row["checked"] and "vs_plain" in row and row["case"].get("load") == "full":
+                speeds.setdefault(run.card, []).append(row["vs_plain"])
     for run in runs:
         drafted = [x for x in run.rows if x["checked"] and x["name"] != "none" and "vs_plain" in x]
         batches = [row for row in drafted if row["operation"] == "generate"]
@@ -110,7 +122,9 @@ def served(runs: Sequence[Run]) -> Iterator[Line]:
                 words = {"token_s": "ms/token", "first_token_s": "first token, ms"}
                 cells |= {heading: _median_and_tail(load[key]) for key, heading in words.items()}
                 cells["of steps"] = f"{row['of_steps']:.2f}" if "of_steps" in row else ""
-            yield Line(cells, headline=bool(load) or index == 0)
+            of_card = speeds.get(run.card, [])
+            is_end = bool(load) and row["vs_plain"] in (min(of_card), max(of_card))
+            yield Line(cells, headline=is_end or (index == 0 and not load))
 
 
 def _median_and_tail(seconds: Sequence[float]) -> str:
@@ -119,7 +133,7 @@ def _median_and_tail(seconds: Sequence[float]) -> str:
 
 
 def collectives(runs: Sequence[Run]) -> Iterator[Line]:
-    """The smallest and the largest message by each collective."""
+    """The smallest message of each number of devices, by each collective."""
     by_size: dict[tuple[str, int, int], dict[str, str]] = {}
     for run in runs:
         for row in run.rows:
@@ -127,9 +141,8 @@ def collectives(runs: Sequence[Run]) -> Iterator[Line]:
             if time is not None and row["operation"] == "message":
                 at = (run.card, row["case"]["P"], row["case"]["bytes"])
                 by_size.setdefault(at, {}).setdefault(row["name"], number(time.median))
-    sizes = [size for *_, size in by_size]
     for (card, devices, size), cells in by_size.items():
-        if size in (min(sizes), max(sizes)):
+        if size == min(other for _, count, other in by_size if count == devices):
             yield Line({"card": card, "devices": str(devices), "bytes": kilo(size)} | cells)
 
 
