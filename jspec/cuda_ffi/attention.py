@@ -20,7 +20,7 @@ from jspec.typing import Array
 CHANNELS = (64, 128)  # of a key and of a value
 MAX_ROWS = 128  # T * G: query rows of a KV head
 MAX_TOKENS = 32  # T
-MAX_PARTS = 32  # into which the slots of a KV head are split
+MAX_PARTS = 128  # into which the slots of a KV head are split
 
 
 def attention_cuda(
@@ -57,7 +57,9 @@ def scored_attention_cuda(
 def _launch(target: str, *arrays: Array, scale: float) -> tuple[Array, ...]:
     q, k = arrays[:2]
     (batch, tokens, heads, size), (slots, kv_heads) = q.shape, k.shape[1:3]
-    parts = tuned.block(target, "cuda", attention_sizes(q, k))["parts"]
+    blocks = tuned.block(target, "cuda", attention_sizes(q, k))
+    # Few rows of few heads are split until there is a part for each multiprocessor.
+    parts = max(blocks["parts"], min(blocks["programs"] // (batch * kv_heads), MAX_PARTS))
     lead = (batch, kv_heads, parts, tokens * heads // kv_heads)
     shapes = [q.shape[:3], (*lead, size), (*lead, 2)]
     if target == "scored_attention":

@@ -105,6 +105,7 @@ class Parts:
     """The same number of parts for everything, as `jspec.tuned.use_blocks` takes it."""
 
     parts: int
+    programs: int = 0
 
     def block(self, operation: str, backend: str, sizes: Mapping[str, int]) -> dict[str, int]:
         assert (operation, backend) == ("attention", "cuda")
@@ -112,8 +113,12 @@ class Parts:
         return dataclasses.asdict(self)
 
 
-@by_name([CASES[1], CASES[6], CASES[8]])
-@pytest.mark.parametrize("parts", [1, 2, 32])
+# Of more blocks of keys than a warp has lanes.
+MANY_BLOCKS = Case("many-blocks", 1, 4488, (4488, 4225), heads=2, kv_heads=1, **WHOLE)
+
+
+@by_name([CASES[1], CASES[6], CASES[8], MANY_BLOCKS])
+@pytest.mark.parametrize("parts", [1, 2, 128])
 def test_equals_the_definition_in_any_number_of_parts(case, parts, kernel):
     """Some have more blocks of keys than there are stages."""
     x = inputs(case, junk=np.nan)

@@ -259,7 +259,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ("hash_select", {"chunk": np.int32(300)}, "chunk=300 must be a power of 2 in 256"),
         ("hash_select", {"parts": np.int32(0)}, r"parts=0 in 1\.\.1024"),
         ("hash_attention", {"tail": np.int32(0)}, "tail=0 must be"),
-        ("attention", {"parts": np.int32(33)}, "33 parts must have .* up to 32 parts"),
+        ("attention", {"parts": np.int32(129)}, "129 parts must have .* up to 128 parts"),
         (
             "gathered_attention",
             {"stages": np.int32(9)},

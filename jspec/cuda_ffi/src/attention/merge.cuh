@@ -9,7 +9,7 @@ namespace jspec {
 namespace {
 
 constexpr int kMergeThreads = 256, kLanes = 32;  // a warp merges a row
-static_assert(kMaxParts <= kLanes);
+constexpr int kPartsOfLane = kMaxParts / kLanes;
 
 struct Merge {
   const float* partial_out;   // [batch, kv_heads, parts, tokens * group, channels]
@@ -31,31 +31,45 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __grid_co
   const int row = index % rows, token = row / m.group;
   const int64_t at_token = head / m.kv_heads * m.tokens + token;
   const int64_t first = head * m.parts * rows + row;
-  float2 part = {kLowest, 0};
-  if (lane < m.parts) {
-    part = reinterpret_cast<const float2*>(m.partial_sums)[first + int64_t(lane) * rows];
-  }
   // Queries that are padding may hold anything.
-  if (m.positions[at_token] < 0) part = {kLowest, 0};
-  float top = part.x;
+  const bool is_padding = m.positions[at_token] < 0;
+  float2 found[kPartsOfLane];
+  float top = kLowest;
+#pragma unroll
+  for (int i = 0; i < kPartsOfLane; ++i) {
+    const int part = i * kLanes + lane;
+    found[i] = {kLowest, 0};
+    if (part < m.parts && !is_padding) {
+      found[i] = reinterpret_cast<const float2*>(m.partial_sums)[first + int64_t(part) * rows];
+    }
+    top = fmaxf(top, found[i].x);
+  }
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, i));
-  const float weight = part.y > 0 ? exp2_fast(part.x - top) : 0;
-  float total = part.y * weight;
+  float weights[kPartsOfLane], total = 0;
+#pragma unroll
+  for (int i = 0; i < kPartsOfLane; ++i) {
+    weights[i] = found[i].y > 0 ? exp2_fast(found[i].x - top) : 0;
+    total += found[i].y * weights[i];
+  }
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) total += __shfl_xor_sync(kAllLanes, total, i);
   struct alignas(4 * kPerLane) Sums {
     float of[kPerLane];
   } sums = {};
-#pragma unroll 16
-  for (int i = 0; i < m.parts; ++i) {
-    const float share = __shfl_sync(kAllLanes, weight, i);
-    // Read also what was not written, so that no read waits for a share.
-    const Sums x = reinterpret_cast<const Sums*>(m.partial_out)[(first + int64_t(i) * rows) *
-                                                                    kLanes + lane];
 #pragma unroll
-    for (int c = 0; c < kPerLane; ++c) {
-      if (share > 0) sums.of[c] += share * x.of[c];
+  for (int of_lane = 0; of_lane < kPartsOfLane; ++of_lane) {
+    const int before = of_lane * kLanes, count = min(m.parts - before, kLanes);
+#pragma unroll 16
+    for (int i = 0; i < count; ++i) {
+      const float share = __shfl_sync(kAllLanes, weights[of_lane], i);
+      // Read also what was not written, so that no read waits for a share.
+      const Sums x = reinterpret_cast<const Sums*>(
+          m.partial_out)[(first + int64_t(before + i) * rows) * kLanes + lane];
+#pragma unroll
+      for (int c = 0; c < kPerLane; ++c) {
+        if (share > 0) sums.of[c] += share * x.of[c];
+      }
     }
   }
   const float inverse = total > 0 ? 1 / total : 0;

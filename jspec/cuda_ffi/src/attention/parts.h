@@ -3,6 +3,6 @@
 
 namespace jspec {
 
-constexpr int kMaxParts = 32;  // into which keys may be split: a lane of a warp merges each
+constexpr int kMaxParts = 128;  // into which keys may be split: a lane of a warp merges four
 
 }  // namespace jspec
