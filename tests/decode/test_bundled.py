@@ -82,9 +82,7 @@ def shortly(bundled, two_layers):
 
 
 # The whole model decodes with n-gram drafts in the README's commands.
-@pytest.mark.parametrize(
-    "source", default_run(["streaming", "model", "hata"], "hata", slow=["streaming"])
-)
+@pytest.mark.parametrize("source", default_run(["streaming", "model", "hata"], slow=["streaming"]))
 def test_real_text_is_decoded_as_plainly(two_layers, short_bundled, shortly, source):
     some, plain = shortly
     draft, second = draft_of(source, short_bundled)

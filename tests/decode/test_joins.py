@@ -18,7 +18,6 @@ from jspec.decode.state import Models
 from jspec.policies import POLICIES
 from tests.decode.common import prompts, requests
 from tests.decode.followers import Followers
-from tests.parameters import default_run
 from tests.policies.common import NormTopK
 
 
@@ -59,7 +58,8 @@ def test_the_drafter_learns_from_what_was_committed(sharp):
     assert (np.asarray(state.draft) != before).any()
 
 
-@pytest.mark.parametrize("draft", default_run(["followers", "norms:budget=64"], "followers"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("draft", ["followers", "norms:budget=64"])
 def test_the_command_knows_them(draft, capsys, short_command):
     arguments = ["generate", "--prompt", "def add(a, b):\n", "--max-new-tokens", "6"]
     assert cli.main([*arguments, "--draft", draft, "--gamma", "2", "--compare", "--json"]) == 0

@@ -89,7 +89,7 @@ def paths(tmp_path_factory):
         pytest.param("bfloat16", "float32", "sharded", 1, marks=pytest.mark.slow),
         pytest.param("float32", "bfloat16", "sharded", 1, marks=pytest.mark.exhaustive),
         pytest.param("format 2", "float32", "one", 1.5, marks=pytest.mark.exhaustive),
-        ("gguf", "bfloat16", "one", 1),
+        pytest.param("gguf", "bfloat16", "one", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_peak_memory(paths, stored, dtype, sharded, copies):

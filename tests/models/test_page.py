@@ -67,6 +67,7 @@ def test_the_examples_decode_what_brute_force_does(example, prefix):
     assert [p.temperature for p in example["params"]] == [0, 0.8]
 
 
+@pytest.mark.exhaustive
 def test_the_example_decodes_to_the_last_of_its_learned_positions(example):
     """Drafts run past the table of positions; what it gives there reaches no token."""
     model, params = example["model"], example["params"]
