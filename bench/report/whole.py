@@ -20,11 +20,13 @@ COLUMNS = {
     "xla": ("xla", "xla_blocked"),
 }
 NOT_MEASURED = "not measured"
+# The backends that ran, in their order, by operation and the reason against the preferred one.
+Notes = dict[tuple[str, str], dict[str, None]]
 
 
 def steps(runs: Sequence[Run]) -> str:
     """Whole steps by backend: random weights at a model's shape, then real models."""
-    lines, notes = [], dict[str, dict[str, None]]()
+    lines, notes = [], dict[str, Notes]()
     by_case: dict[tuple[str, str], dict[str, str]] = {}
     for run in runs:
         for row in run.rows:
@@ -34,12 +36,15 @@ def steps(runs: Sequence[Run]) -> str:
                 words += f", {case['draft']}, {case['sampling']}"
                 by_case.setdefault((run.card, words), {}).setdefault(row["name"], cell)
                 _note(row["name"], row.get("backends", ()), notes)
-            if row.get("operation") == "real" and row["checked"] and step_ms(row) is not None:
+            time = step_ms(row) if row.get("operation") == "real" and row["checked"] else None
+            if time is not None:
                 case = row["case"]
                 if case["sampling"] == "greedy" and row["name"] in ("none", "vegas"):
                     words = f"{case['model']} (real), B={case['B']}, S={kilo(case['S'])}"
                     words += f", {'plain' if row['name'] == 'none' else row['name']}, greedy"
-                    cell = f"{step_ms(row):.2f} ms"
+                    cell = f"{time:.2f} ms"
+                    if "floors_ns" in row:
+                        cell += f" ({1e6 * time / sum(row['floors_ns'].values()):.2f})"
                     by_case.setdefault((run.card, words), {}).setdefault(case["backends"], cell)
     for (card, words), cells in by_case.items():
         if set(cells) - {DEFAULT_BACKENDS} and not all(
@@ -49,7 +54,7 @@ def steps(runs: Sequence[Run]) -> str:
             lines.append(Line({"step": words, "card": card} | columns))
     if not lines:
         return f"Steps by backend: {NOT_MEASURED}.\n"
-    words = "".join(f"- {column}: {', '.join(choices)}\n" for column, choices in notes.items())
+    words = "".join(f"- {column}: {_in_words(of_column)}\n" for column, of_column in notes.items())
     return table(lines, 2) + (
         f"\nWhat ran in place of the preferred backend:\n\n{words}" if notes else ""
     )
@@ -67,12 +72,19 @@ def _step_cell(row: Row) -> str | None:
     return None
 
 
-def _note(preferred: str, choices: Sequence[Row], notes: dict[str, dict[str, None]]) -> None:
-    """Add why operations took another backend than the preferred one, each reason once."""
+def _note(preferred: str, choices: Sequence[Row], notes: dict[str, Notes]) -> None:
+    """Add the backends that operations took in place of the preferred one, by reason."""
     for choice in choices:
         if choice["reason"] is not None:
-            words = f"`{choice['operation']}` by {choice['backend']} ({choice['reason']})"
-            notes.setdefault(preferred, {})[words] = None
+            at = choice["operation"], choice["reason"]
+            notes.setdefault(preferred, {}).setdefault(at, {})[choice["backend"]] = None
+
+
+def _in_words(notes: Notes) -> str:
+    return ", ".join(
+        f"`{operation}` by {' and '.join(backends)} ({reason})"
+        for (operation, reason), backends in notes.items()
+    )
 
 
 def sharded(runs: Sequence[Run]) -> str:
