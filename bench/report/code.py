@@ -57,6 +57,10 @@ FILES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "triton": ("triton/attention*.py", "triton/gathered*.py"),
     },
+    "matmuls": {
+        "cuda": ("cuda_ffi/linear.py", "cuda_ffi/src/linear/*"),
+        "triton": ("triton/linear*.py",),
+    },
 }
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}

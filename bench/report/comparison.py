@@ -15,7 +15,7 @@ from bench.point import Row, best_clock
 from bench.report import figures, whole
 from bench.report.code import lines_of_code
 from bench.report.markdown import Line, case_words, microseconds, ratio, table, us
-from bench.report.operations import UNSAID, is_rival
+from bench.report.operations import is_rival
 from bench.report.runs import Run
 from bench.report.whole import COLUMNS, NOT_MEASURED
 from bench.table import number
@@ -25,6 +25,7 @@ from jspec.ops import registry
 
 NEAR = 1.03  # times of the fastest backend
 RIVAL = "best rival"
+UNSAID = ("indices", "weights")  # of a case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +125,18 @@ FAMILIES: dict[str, Sequence[Entry]] = {
                 {"B": 8, "S": 131072, "n": 8192, "indices": "shared", "T": 1} | HEADS,
                 {"B": 8, "S": 32768, "n": 512, "indices": "per-head", "heads": "32/32"} | CACHE,
             ],
+        ),
+    ),
+    "matmuls": (
+        Entry(
+            "linear",
+            [
+                {"model": model, "part": part, "rows": rows, "weights": "bfloat16"}
+                for model, batches in (("smollm2-135m", (12, 96)), ("qwen2.5-coder-0.5b", (16, 64)))
+                for part in ("output", "gate_up")
+                for rows in batches
+            ],
+            without={"pallas": "matmuls are no kernel of the papers"},
         ),
     ),
 }
