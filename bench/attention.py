@@ -190,6 +190,11 @@ SMALL_MODELS = [  # SmolLM2-135M's heads, then those of Qwen2.5-0.5B
     *product(B=(1, 8, 96), S=("7K",), heads=("9/3",), H=(64,), T=(1, 6)),
     *product(B=(1, 8, 64), S=("30K",), heads=("14/2",), H=(64,), T=(1, 6)),
 ]
+# What a device of a mesh has of a row or a few: so few heads that orders of whole models mislead.
+ON_A_MESH = [
+    *product(B=(1, 4), S=("256K",), heads=("8/1",), T=(1, 10)),
+    *product(B=(1,), S=("1024K",), heads=("8/1",), T=(1,)),
+]
 SMALL_SELECTIONS = [  # at 7 % of the context, as Vegas selects
     *product(B=(96,), S=("7K",), n=(512,), heads=("9/3",), H=(64,)),
     *product(B=(12,), S=("2K",), n=(144,), heads=("9/3",), H=(64,)),
@@ -202,6 +207,8 @@ EIGHT_BITS = product(B=(4,), S=("128K",), T=(1, 10), cache=("float8_e4m3fn",))
 SCORED_CASES = [
     *product(B=(4,), S=("128K",), heads=("32/8",), T=(2, 6, 10, 16)),
     *product(B=(4,), S=("128K",), heads=("64/8",), H=(64,), T=(2, 6, 10, 16)),
+    *product(B=(1,), S=("256K",), heads=("8/1",), T=(6,)),
+    *product(B=(1, 16), S=("30K",), heads=("14/2",), H=(64,), T=(6,)),
     *EIGHT_BITS[1:],
 ]
 
@@ -235,6 +242,7 @@ SUITE = suite_of(
             *("B=8,heads=64/8,H=64,T=12", "B=8,S=64K,lengths=ragged", "B=1,S=8K", "B=32,S=8K"),
             *("B=32,S=8K,T=10", *CONTEXTS, *product(B=(4,), T=(2, 4, 8, 10, 16))),
             *SMALL_MODELS,
+            *ON_A_MESH,
             *EIGHT_BITS,
         ],
         quick=["B=8", "B=4,S=128K,T=10", "B=8,S=64K,lengths=ragged", "B=1,S=8K"],
