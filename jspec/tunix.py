@@ -157,7 +157,7 @@ class Rollout(BaseRollout):
             for prompt, start, answer, count in zip(prompts, starts, answers, counts, strict=True)
         ]
         result = np.zeros(answers.shape, np.float32)
-        scores = score_tokens(self.engine._options.models.target, texts)
+        scores = score_tokens(self.engine.model, texts)
         for row, (of_text, count) in enumerate(zip(scores, counts, strict=True)):
             result[row, :count] = of_text[len(of_text) - count :]
         return jnp.asarray(result)

@@ -262,6 +262,11 @@ class Engine:
         return not self.is_closed and not replaced
 
     @property
+    def model(self) -> Any:
+        """The model that decodes, with the weights of the last `update`; `jspec.score` takes it."""
+        return self._options.models.target
+
+    @property
     def version(self) -> int:
         """How many times `update` has replaced the weights."""
         return self._runner.chunks.version

@@ -154,7 +154,7 @@ def test_prompts_of_up_to_a_chunk_need_no_row(engine, groups, monkeypatch):
     """One by itself, too, and those of unlike lengths."""
     texts = [prompts((length,), seed=length)[0] for length in (1, 65, 2, 17, 18, 30)]
     requests = [(text, SamplingParams(max_new_tokens=5)) for text in texts]
-    expected = apart(engine._options.models.target, "ngram", requests)
+    expected = apart(engine.model, "ngram", requests)
     with monkeypatch.context() as patch:
         patch.setattr(engine._scheduler.prefill, "begin", None)
         tokens = [engine.submit(*requests[0]).result()]
@@ -187,7 +187,7 @@ def test_long_prompts_and_those_after_prefixes_go_in_by_pieces(engine, groups):
     prefix = prompts((40,), seed=6)[0]
     texts = [prompts((90,), seed=4)[0], [*prefix, 1, 2, 3], [5, 6]]
     requests = [(text, SamplingParams(max_new_tokens=5)) for text in texts]
-    expected = apart(engine._options.models.target, "ngram", requests)
+    expected = apart(engine.model, "ngram", requests)
     engine.share_prefix(prefix)
     submitted = [engine.submit(*own) for own in requests]
     engine.run()

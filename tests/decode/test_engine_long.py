@@ -65,7 +65,7 @@ def test_a_prompt_after_a_prefix_leaves_it_out_and_keeps_its_place(small_pieces,
     assert engine.stats.prompt_tokens - before == len(LONG_PROMPT) + 4
     engine.run()
     engine.drop_prefix(text[:5])
-    expected = apart(engine._options.models.target, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
+    expected = apart(engine.model, "ngram", [(LONG_PROMPT, FEW), (text, FEW)])
     assert (long.tokens, short.tokens) == expected.tokens
 
 

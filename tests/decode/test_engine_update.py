@@ -216,7 +216,7 @@ def test_weights_that_must_be_cast_are_freed_if_they_may_be(models):
     engine.update(weights)
     engine.update(weights, donate=True)
     assert all(x.is_deleted() for x in jax.tree.leaves(weights))
-    target = engine._options.models.target
+    target = engine.model
     cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), models[1])
     jax.tree.map(np.testing.assert_array_equal, nnx.state(target), nnx.state(cast))
 
