@@ -262,7 +262,7 @@ class Engine:
         return not self.is_closed and not replaced
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """The model that decodes, with the weights of the last `update`; `jspec.score` takes it."""
         return self._options.models.target
 

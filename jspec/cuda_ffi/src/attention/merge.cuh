@@ -9,7 +9,7 @@ namespace jspec {
 namespace {
 
 constexpr int kMergeThreads = 256, kLanes = 32;  // a warp merges a row
-constexpr int kPartsOfLane = kMaxParts / kLanes;
+constexpr int kPartsPerLane = kMaxParts / kLanes;
 
 struct Merge {
   const float* partial_out;   // [batch, kv_heads, parts, tokens * group, channels]
@@ -33,24 +33,24 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __grid_co
   const int64_t first = head * m.parts * rows + row;
   // Queries that are padding may hold anything.
   const bool is_padding = m.positions[at_token] < 0;
-  float2 found[kPartsOfLane];
+  float2 partials[kPartsPerLane];  // highest score and sum of weights
   float top = kLowest;
 #pragma unroll
-  for (int i = 0; i < kPartsOfLane; ++i) {
+  for (int i = 0; i < kPartsPerLane; ++i) {
     const int part = i * kLanes + lane;
-    found[i] = {kLowest, 0};
+    partials[i] = {kLowest, 0};
     if (part < m.parts && !is_padding) {
-      found[i] = reinterpret_cast<const float2*>(m.partial_sums)[first + int64_t(part) * rows];
+      partials[i] = reinterpret_cast<const float2*>(m.partial_sums)[first + int64_t(part) * rows];
     }
-    top = fmaxf(top, found[i].x);
+    top = fmaxf(top, partials[i].x);
   }
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, i));
-  float weights[kPartsOfLane], total = 0;
+  float weights[kPartsPerLane], total = 0;
 #pragma unroll
-  for (int i = 0; i < kPartsOfLane; ++i) {
-    weights[i] = found[i].y > 0 ? exp2_fast(found[i].x - top) : 0;
-    total += found[i].y * weights[i];
+  for (int i = 0; i < kPartsPerLane; ++i) {
+    weights[i] = partials[i].y > 0 ? exp2_fast(partials[i].x - top) : 0;
+    total += partials[i].y * weights[i];
   }
 #pragma unroll
   for (int i = kLanes / 2; i > 0; i /= 2) total += __shfl_xor_sync(kAllLanes, total, i);
@@ -58,14 +58,14 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __grid_co
     float of[kPerLane];
   } sums = {};
 #pragma unroll
-  for (int of_lane = 0; of_lane < kPartsOfLane; ++of_lane) {
-    const int before = of_lane * kLanes, count = min(m.parts - before, kLanes);
+  for (int group = 0; group < kPartsPerLane; ++group) {
+    const int start = group * kLanes, count = min(m.parts - start, kLanes);
 #pragma unroll 16
     for (int i = 0; i < count; ++i) {
-      const float share = __shfl_sync(kAllLanes, weights[of_lane], i);
+      const float share = __shfl_sync(kAllLanes, weights[group], i);
       // Read also what was not written, so that no read waits for a share.
       const Sums x = reinterpret_cast<const Sums*>(
-          m.partial_out)[(first + int64_t(before + i) * rows) * kLanes + lane];
+          m.partial_out)[(first + int64_t(start + i) * rows) * kLanes + lane];
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
         if (share > 0) sums.of[c] += share * x.of[c];

@@ -3,6 +3,7 @@
 
 namespace jspec {
 
-constexpr int kMaxParts = 128;  // into which keys may be split: a lane of a warp merges four
+// Into which keys may be split, a multiple of a warp's lanes: each lane merges an equal share.
+constexpr int kMaxParts = 128;
 
 }  // namespace jspec
