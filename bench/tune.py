@@ -72,13 +72,12 @@ def tune(folder: Path, path: Path) -> None:
     if len(devices) != 1:
         raise ValueError(f"{folder} is of several devices: {', '.join(sorted(devices))}")
     base = _base(path, devices.pop(), machines[0].get("compute_capability"))
-    orders = dict(base.orders)
+    unmeasured = {x.name: [Rule({}, list(x.default_order))] for x in operations()}
+    orders = dict(base.orders or unmeasured)
     for operation in operations():
         points = points_of(rows, operation)
         if points:
-            unmeasured = [Rule({}, list(operation.default_order))]
-            before = orders.get(operation.name, unmeasured)
-            orders[operation.name] = refined(operation, points, before)
+            orders[operation.name] = refined(operation, points, base.orders.get(operation.name))
     path.write_text(text(dataclasses.replace(base, measured=True, orders=orders)))
     tuned.load(path)
 
@@ -114,38 +113,55 @@ def tune_blocks(
 
 
 def refined(
-    operation: Operation, points: Sequence[Point], before: Sequence[Rule]
+    operation: Operation, points: Sequence[Point], before: Sequence[Rule] | None
 ) -> Sequence[Rule]:
     """The rules of ``before``, each fitted to the points that it applies to.
 
     A rule that applies to no point stays as it is, and so does one that costs no more than what is
-    fitted. It also stays for larger values of a size of which the points have a single value, since
-    they say nothing about others. A rule that the next one repeats is dropped.
+    fitted. What costs less holds up to the largest sizes that were measured for it, and the rule
+    that it was fitted in place of stays for larger ones. Rules have no lower bounds: it holds for
+    smaller sizes too. A rule that the next one repeats is dropped.
+
+    Args:
+        operation: whose backends are ordered.
+        points: all that were measured.
+        before: the rules of a table, None where it has none. What is fitted then holds for all
+            sizes.
     """
     rules, rest = list[Rule](), list(points)
-    for rule in before:
+    for rule in before or ():
         reached = [point for point in rest if _applies(rule, point)]
         rest = [point for point in rest if not _applies(rule, point)]
         fitted = fit(reached, operation) if reached else []
         if fitted and sum(_costs(reached, fitted)) < sum(_costs(reached, [Rule({}, rule.take)])):
-            single = _single_values(reached)
-            rules += [Rule(_lower(rule.up_to, _lower(single, x.up_to)), x.take) for x in fitted]
-            rules += [rule] if _lower(rule.up_to, single) != dict(rule.up_to) else []
-        else:
-            rules.append(rule)
+            rules += _bounded(fitted, reached, rule)
+        rules.append(rule)
+    rules = rules or fit(points, operation)
     remaining = [rule for rule, next_ in itertools.pairwise(rules) if not _repeats(rule, next_)]
     rules = [*remaining, rules[-1]]
     screen = console()
     screen.print(f"{operation.name}, implementation=None against the fastest backend:")
-    screen.print(f"  before: {_speed(points, before)}, {len(before)} rules")
+    if before:
+        screen.print(f"  before: {_speed(points, before)}, {len(before)} rules")
     screen.print(f"  fitted: {_speed(points, rules)}, {len(rules)} rules")
     return rules
 
 
-def _single_values(points: Sequence[Point]) -> dict[str, int]:
-    """The sizes of which several points have one value, and that value."""
-    values = {name: {point.sizes[name] for point in points} for name in _shared_sizes(points)}
-    return {name: min(x) for name, x in values.items() if len(x) == 1 and len(points) > 1}
+def _bounded(fitted: Sequence[Rule], points: Sequence[Point], before: Rule) -> list[Rule]:
+    """The rules fitted to ``points``, each up to the largest sizes of those that it applies to.
+
+    ``before`` is the rule that these points reach. A size by which they are cut keeps that bound. A
+    rule that would only change what comes after the first backend of ``before`` takes its order.
+    """
+    rules, rest = list[Rule](), list(points)
+    for rule in fitted:
+        reached = [point for point in rest if _applies(rule, point)]
+        rest = [point for point in rest if not _applies(rule, point)]
+        largest = {x: max(point.sizes[x] for point in reached) for x in _shared_sizes(reached)}
+        is_same = rule.take[0] == before.take[0] and set(rule.take) <= set(before.take)
+        take = before.take if is_same else rule.take
+        rules.append(Rule(largest | dict(rule.up_to), take))
+    return rules
 
 
 def _shared_sizes(points: Sequence[Point]) -> list[str]:
@@ -155,13 +171,6 @@ def _shared_sizes(points: Sequence[Point]) -> list[str]:
 
 def _applies(rule: Rule, point: Point) -> bool:
     return all(point.sizes.get(name, bound) <= bound for name, bound in rule.up_to.items())
-
-
-def _lower(bounds: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
-    """The bounds of both, the lower one of a size that both have."""
-    return {
-        name: min(x[name] for x in (bounds, others) if name in x) for name in {**bounds, **others}
-    }
 
 
 def _repeats(rule: Rule, following: Rule) -> bool:
@@ -262,8 +271,7 @@ def _base(path: Path, device: str, capability: str | None) -> Table:
             raise ValueError(f"{path} is for {base.gpu}, and the results are of {device}")
         return base
     if device == tuned.CPU:
-        orders = {x.name: [Rule({}, list(x.default_order))] for x in operations()}
-        return Table(path.stem, device, None, True, orders, {})
+        return Table(path.stem, device, None, True, {}, {})
     if capability is None:
         raise ValueError(
             f"the results do not say the compute capability of {device}; measure again, or begin "

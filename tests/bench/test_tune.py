@@ -10,6 +10,7 @@ import pytest
 
 from bench import blocks, tune
 from bench.__main__ import main
+from bench.report import RESULTS
 from bench.suite import OperationBenchmark, Setup
 from bench.tune import Point, fit, points_of, refined, text, tune_blocks
 from jspec import tuned
@@ -91,15 +92,29 @@ def test_a_rule_stays_for_what_was_not_measured():
     points = [point(batch, 2, two=1 + (batch < 64), one=1 + (batch >= 64)) for batch in (1, 8, 64)]
     assert refined(TOY, points, before) == [
         Rule({"gamma": 2, "batch": 22}, ["one", "two", "xla"]),
-        Rule({"batch": 99, "gamma": 2}, ["two", "one", "xla"]),
+        Rule({"batch": 64, "gamma": 2}, ["two", "one", "xla"]),
         *before,
+    ]
+
+
+def test_a_choice_holds_up_to_the_largest_sizes_measured_for_it():
+    """A cut lies halfway; of small batches, drafts of two tokens alone were measured. Of large ones
+    the table has the best backend, and its order stays."""
+    before = [Rule({}, ["two", "one", "xla"])]
+    points = [point(1, 2, one=1.0, two=2.0), point(64, 8, one=2.0, two=1.0, xla=1.5)]
+    small = Rule({"batch": 8, "gamma": 2}, ["one", "two", "xla"])
+    assert refined(TOY, points, before) == [small, *before]
+    assert refined(TOY, points, None) == [
+        Rule({"batch": 8}, small.take),
+        Rule({}, ["two", "xla"]),
     ]
 
 
 def test_a_rule_stays_for_values_below_its_bound_that_were_not_measured():
     before = [Rule({"gamma": 4}, ["two", "xla"]), Rule({}, ["xla"])]
     points = [point(batch, 2, two=2.0, one=1.0) for batch in (1, 8)]
-    assert refined(TOY, points, before) == [Rule({"gamma": 2}, ["one", "two", "xla"]), *before]
+    best = Rule({"gamma": 2, "batch": 8}, ["one", "two", "xla"])
+    assert refined(TOY, points, before) == [best, *before]
 
 
 def test_a_rule_that_the_next_one_repeats_is_dropped():
@@ -107,7 +122,7 @@ def test_a_rule_that_the_next_one_repeats_is_dropped():
     points = [point(batch, 2, xla=2.0, one=1.0) for batch in (1, 16, 32)]
     assert refined(TOY, points, before) == [
         before[0],
-        Rule({"batch": 64, "gamma": 2}, ["one", "xla"]),
+        Rule({"batch": 32, "gamma": 2}, ["one", "xla"]),
         before[2],
     ]
 
@@ -136,11 +151,17 @@ def test_the_command_writes_a_table_that_loads(tmp_path, capsys):
     # What was not measured is that of the nearest GPU.
     nearest = tuned.nearest("NVIDIA New", (9, 0), list(tuned.tables().values()))
     assert table.orders["verify_greedy"][-1] == nearest.orders["verify_greedy"][-1]
-    assert table.order("verify_greedy", {"batch": 32}) == ("cuda", "pallas", "xla")
-    assert table.order("verify_greedy", {"batch": 1024}) == ("pallas", "cuda", "xla")
+
+    def order(batch: int) -> tuple[str, ...] | None:
+        sizes = {"batch": batch, "gamma": 128, "drafted": batch * 128}
+        return table.order("verify_greedy", sizes)
+
+    assert order(32) == ("cuda", "pallas", "xla")
+    assert order(1024) == ("pallas", "cuda", "xla")
+    assert order(1025) == tuple(nearest.orders["verify_greedy"][-1].take)
     assert table.orders["pack"] == nearest.orders["pack"]
     assert table.blocks == nearest.blocks
-    assert "fitted: mean 1.0000x, worst 1.00x, 6 points, 3 rules" in capsys.readouterr().out
+    assert "fitted: mean 1.0000x, worst 1.00x, 6 points, 4 rules" in capsys.readouterr().out
 
 
 def test_a_table_for_cpus_has_orders_alone(tmp_path):
@@ -210,6 +231,15 @@ def test_a_folder_without_results_and_one_of_two_gpus_are_refused(tmp_path):
 def test_a_committed_table_is_as_the_command_writes_it(name):
     path = tuned.FOLDER / f"{name}.json"
     assert text(tuned.load(path)) == path.read_text()
+
+
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_a_committed_table_follows_from_the_committed_results(name, tmp_path):
+    committed = tuned.FOLDER / f"{name}.json"
+    path = tmp_path / committed.name
+    path.write_text(committed.read_text())
+    tune.tune(RESULTS / name, path)
+    assert path.read_text() == committed.read_text()
 
 
 def test_exact_is_for_those_who_ask_for_it():
