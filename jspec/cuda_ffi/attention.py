@@ -21,6 +21,10 @@ CHANNELS = (64, 128)  # of a key and of a value
 MAX_ROWS = 128  # T * G: query rows of a KV head
 MAX_TOKENS = 32  # T
 MAX_PARTS = 128  # into which the slots of a KV head are split
+BLOCK = 128  # keys that a part has at least
+
+# By how much of a part the last program ends after the mean one, as lengths of rows differ.
+SPREAD = 0.2
 
 
 def attention_cuda(
@@ -57,9 +61,9 @@ def scored_attention_cuda(
 def _launch(target: str, *arrays: Array, scale: float) -> tuple[Array, ...]:
     q, k = arrays[:2]
     (batch, tokens, heads, size), (slots, kv_heads) = q.shape, k.shape[1:3]
-    blocks = tuned.block(target, "cuda", attention_sizes(q, k))
-    # Few rows of few heads are split until there is a part for each multiprocessor.
-    parts = max(blocks["parts"], min(blocks["programs"] // (batch * kv_heads), MAX_PARTS))
+    parts = number_of_parts(
+        batch * kv_heads, slots, **tuned.block(target, "cuda", attention_sizes(q, k))
+    )
     lead = (batch, kv_heads, parts, tokens * heads // kv_heads)
     shapes = [q.shape[:3], (*lead, size), (*lead, 2)]
     if target == "scored_attention":
@@ -73,6 +77,26 @@ def _launch(target: str, *arrays: Array, scale: float) -> tuple[Array, ...]:
         scale=np.float32(scale),
         parts=np.int32(parts),
     )
+
+
+def number_of_parts(heads: int, slots: int, *, programs: int, overhead: int) -> int:
+    """Into how many parts the kernel splits the keys of a head: with the least estimated time.
+
+    Programs take the parts in turn, so a time is that of the program with most of them. It depends
+    on sizes alone: what rows hold, their lengths included, never changes the order of sums.
+
+    Args:
+        heads: KV heads of all rows.
+        slots: S of the cache.
+        programs: that run at a time.
+        overhead: the time that a part costs, in keys that are read meanwhile.
+    """
+
+    def estimate(parts: int) -> float:
+        rounds = -(-heads * parts // programs)
+        return slots / parts * (rounds + SPREAD * rounds**0.5) + overhead * rounds
+
+    return min(range(1, min(MAX_PARTS, -(-slots // BLOCK)) + 1), key=estimate)
 
 
 def refuses(
