@@ -95,17 +95,6 @@ __device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, 
         }
       }
     }
-    // The queries of the next item wait in the L1 cache.
-    if (const int next = index + gridDim.x; next < items && quarter < kChunks) {
-      const Item after(a, next);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (row_of[i] >= rows) continue;
-        const int64_t at_token = int64_t(after.row) * a.tokens + row_of[i] / a.group;
-        const int64_t query = (at_token * a.kv_heads + after.head) * a.group + row_of[i] % a.group;
-        prefetch(a.q + query * kChannels + quarter * kChunk);
-      }
-    }
     const int end = end_of(a, position), common = min(common_end_of(position), end);
     const int steps = kSteps * item.count((end + kBlock - 1) / kBlock);
     const int unmasked = kSteps * item.count(common / kBlock);

@@ -32,11 +32,6 @@ __device__ __forceinline__ uint32_t packed_float16(float low, float high) {
   return both;
 }
 
-// Starts to read the line of 128 bytes at `from` into the L1 cache.
-__device__ __forceinline__ void prefetch(const void* from) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
-}
-
 // Starts the copy of 16 bytes to shared memory; zeros where not `there`.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),

@@ -30,8 +30,6 @@ inline uint32_t packed_float16(float low, float high) {
   return uint32_t(float16(high)) << 16 | float16(low);
 }
 
-inline void prefetch(const void* from) { static_cast<void>(*static_cast<const volatile char*>(from)); }
-
 // A copy that was started. Until it is awaited its target is NaN: hardware writes at any moment
 // between.
 struct StartedCopy {
