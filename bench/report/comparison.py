@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ceilings
-from bench.point import Row, best_clock
+from bench.point import Row, best_clock, spread
 from bench.report import figures, whole
 from bench.report.code import lines_of_code
 from bench.report.markdown import Line, case_words, microseconds, ratio, table, us
@@ -37,12 +37,20 @@ class Entry:
         cases: what the cases of its lines have, a line each.
         work: the ceiling that its bytes are compared with, None where launching it takes longer.
         without: why a backend does not exist, by its name.
+        in_loop: whether times are of a step in a jitted loop, since a call by itself copies what
+            it updates.
     """
 
     operation: str
     cases: Sequence[Mapping[str, Any]]
     work: str | None = "read"
     without: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    in_loop: bool = False
+
+    def time(self, row: Row) -> float | None:
+        """The median in microseconds, None where the row has none."""
+        time = spread(row, "step") if self.in_loop else best_clock(row)
+        return time and time.median
 
     @property
     def enough(self) -> int:
@@ -85,7 +93,8 @@ FAMILIES: dict[str, Sequence[Entry]] = {
         Entry(
             "pack_path",
             [{"B": b, "n": 8, "layers": 36, "heads": "32/8", "H": 128} for b in (1, 32)],
-            "copy",
+            None,
+            in_loop=True,
         ),
     ),
     "sampling": (
@@ -110,6 +119,7 @@ FAMILIES: dict[str, Sequence[Entry]] = {
         Entry(
             "attention",
             [{"B": 4, "S": 131072, "T": t} | HEADS for t in (1, 10)]
+            + [{"B": 1, "S": 262144, "T": t, "heads": "8/1", "H": 128} | CACHE for t in (1, 10)]
             + [{"B": 8, "S": 32768, "T": 1} | HEADS]
             + [{"B": 8, "S": 32768, "T": 12, "heads": "64/8", "H": 64} | CACHE]
             + [{"B": 96, "S": 7168, "T": 6, "heads": "9/3", "H": 64} | CACHE],
@@ -163,15 +173,11 @@ def picture_of(family: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A row that has a time, and the run that it is of."""
+    """A row, its time in microseconds, and the run that it is of."""
 
     run: Run
     row: Row
-
-    @property
-    def time(self) -> float:
-        """Microseconds."""
-        return microseconds(self.row)
+    time: float
 
     def words(self, work: str | None) -> str:
         """``18.3 us`` and, with bytes that a ceiling bounds, the share of it."""
@@ -212,7 +218,7 @@ def points(
             if run.card == card
         ]
         fastest = [
-            {column: _fastest(run, rows, names) for column, names in COLUMNS.items()}
+            {column: _fastest(entry, run, rows, names) for column, names in COLUMNS.items()}
             for run, rows in sorted(by_run, key=lambda x: x[0].result["machine"]["date"])
         ]
         fastest.sort(key=lambda x: sum(timed is not None for timed in x.values()))  # is stable
@@ -221,7 +227,7 @@ def points(
             for column in COLUMNS
         }
         rivals = [
-            _fastest(run, rows, [row["name"] for row in rows if is_rival(row)])
+            _fastest(entry, run, rows, [row["name"] for row in rows if is_rival(row)])
             for run, rows in by_run
         ]
         rival = min((x for x in rivals if x), key=lambda x: x.time, default=None)
@@ -237,9 +243,10 @@ def _is_at(row: Row, operation: str, case: Mapping[str, Any]) -> bool:
     return row.get("operation") == operation and case.items() <= (row.get("case") or {}).items()
 
 
-def _fastest(run: Run, rows: Sequence[Row], names: Sequence[str]) -> Timed | None:
-    timed = [row for row in rows if row["name"] in names and row["checked"] and best_clock(row)]
-    return min((Timed(run, row) for row in timed), key=lambda x: x.time, default=None)
+def _fastest(entry: Entry, run: Run, rows: Sequence[Row], names: Sequence[str]) -> Timed | None:
+    right = [row for row in rows if row["name"] in names and row["checked"]]
+    timed = [Timed(run, row, time) for row in right if (time := entry.time(row)) is not None]
+    return min(timed, key=lambda x: x.time, default=None)
 
 
 def _lines(
@@ -303,15 +310,16 @@ def scans(runs: Sequence[Run]) -> str:
     """The naive acceptance scan of the verification paper against its ballot kernel."""
     lines = []
     for card in cards(runs):
-        times: dict[str, dict[str, float]] = {}
+        times: dict[tuple[Any, ...], dict[str, float]] = {}
         for row in (row for run in runs if run.card == card for row in run.rows):
             if row.get("operation") == "acceptance_scan" and row["checked"] and best_clock(row):
-                words = case_words(row["case"], UNSAID)
-                times.setdefault(words, {})[row["name"]] = microseconds(row)
-        for words, by_name in times.items():
-            if {"cuda", "cuda_naive"} <= by_name.keys():
-                naive, ballot = by_name["cuda_naive"], by_name["cuda"]
-                cells = {"case": words, "card": card, "naive": us(naive), "ballot": us(ballot)}
+                case = tuple(row["case"].items())
+                times.setdefault(case, {})[row["name"]] = microseconds(row)
+        for case in sorted(times):
+            if {"cuda", "cuda_naive"} <= times[case].keys():
+                naive, ballot = times[case]["cuda_naive"], times[case]["cuda"]
+                cells = {"case": case_words(dict(case), UNSAID), "card": card}
+                cells |= {"naive": us(naive), "ballot": us(ballot)}
                 lines.append(Line(cells | {"ballot is": ratio(naive / ballot)}))
     return table(lines, 2) or f"Naive and ballot scan: {NOT_MEASURED}.\n"
 

@@ -110,20 +110,21 @@ def needles(runs: Sequence[Run]) -> Iterator[Line]:
 
 
 def parts(runs: Sequence[Run]) -> Iterator[Line]:
-    """HATA, figure 9: what each kernel takes off the layer's time."""
+    """HATA, figure 9: what each kernel takes off, as a share of the layer's time without any."""
     today = [run for run in runs if run.result["suite"] == "hata"]  # before, plain sorted in XLA
     for card, case, rows in measured(today, "hata_parts"):
         words = f"B={case['B']}, S={kilo(case['S'])}, {case['heads']} heads"
         cells = {"card": card, "case": words}
         times = {name: microseconds(row) for name, row in rows.items() if best_clock(row)}
-        before = None
+        if "plain" not in times:
+            continue
+        before = plain = times["plain"]
         for name in (*STAGES, WHOLE):
             if name in times:
-                less = "" if before is None else f" ({times[name] / before - 1:+.1%})"
+                less = "" if name == "plain" else f" ({(times[name] - before) / plain:+.1%})"
                 cells[name] = us(times[name]) + less
                 before = times[name]
-        if "plain" in times and before is not None:
-            yield Line(cells | {"in all": ratio(times["plain"] / before)})
+        yield Line(cells | {"in all": ratio(plain / before)})
 
 
 def prefill(runs: Sequence[Run]) -> Iterator[Line]:
@@ -186,7 +187,7 @@ def gammas(runs: Sequence[Run]) -> Iterator[Line]:
     cells = (
         ((*place, f"{percent:g} %"), gamma, cell)
         for place, of_place in places.items()
-        if len({percent for percent, _ in of_place}) > 1
+        if len(of_place) > 1
         for (percent, gamma), cell in sorted(of_place.items())
     )
     return grid(("card", "case", "context read"), "gamma {}", cells)

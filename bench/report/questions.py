@@ -60,8 +60,8 @@ QUESTIONS = (
         "Real weights in bfloat16, real texts, **acceptance measured**. *plain tok/s*: in brackets "
         "over plain decoding at its byte floor; *vs plain*: while all rows decode; *batch*: until "
         "the slowest row ends. Greedy, then at T=0.8, answers of the fewest tokens measured; a "
-        "speed below 1 is called slower. Attention of 64 channels changed after these runs: of a "
-        "later one, in which plain steps gained more than drafted ones, [the comparison]"
+        "speed below 1 is called slower. Attention of 64 channels changed after these runs: of "
+        "later ones, in which plain steps gained more than drafted ones, [the comparison]"
         "(comparison.md#a-whole-step) has the steps.",
         real.speeds,
         4,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from bench import real
 from bench.drafters import ALL, BY_HASHES, FEW, LOSSY, PLAIN, SAMPLING
 from bench.real.figures import Row, is_timed, over_plain, prefers_none, steady_rate, where
 from bench.real.rivals import NAMES as RIVALS
@@ -163,12 +164,12 @@ class Pair:
 
 def pairs(result: dict[str, Any]) -> list[Pair]:
     """The cells that are greedy or at T=0.8, without exact mode, by the measured orders of
-    backends, and of the shortest answers of their model."""
+    backends, of the suite's gamma, and of the shortest answers of their model."""
     usual = [
         cell
         for cell in cells(result)
         if cell.plain and not cell.exact and cell.case["sampling"] in USUAL_SAMPLING
-        if prefers_none(cell.rows[0])
+        if prefers_none(cell.rows[0]) and cell.case["gamma"] == real.DEFAULT["gamma"]
     ]
     shortest: dict[str, int] = {}
     for case in (cell.case for cell in usual):

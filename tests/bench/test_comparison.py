@@ -102,6 +102,30 @@ def step(name, milliseconds, **rest):
     return line | {"step_ns": [1_000_000 * milliseconds] * 3, "over_floor": 1.25} | rest
 
 
+def test_scans_are_in_the_order_of_gamma_and_alpha():
+    cases = [{"B": 32, "gamma": g, "alpha": a} for g, a in ((128, 0.9), (8, 0.9), (8, 0.3))]
+    rows = [
+        row(name, 1, operation="acceptance_scan", case=case)
+        for case in cases
+        for name in ("cuda_naive", "cuda")
+    ]
+    shown = [cells[0] for cells in lines(comparison.scans([run(*rows, suite="verify")]))]
+    assert shown == [f"B=32, gamma={g}, alpha={a}" for g, a in ((8, 0.3), (8, 0.9), (128, 0.9))]
+
+
+def test_the_packing_of_a_path_is_timed_in_a_loop():
+    """A call by itself copies the caches, which hides how much longer XLA takes."""
+    (entry,) = (x for x in comparison.FAMILIES["packing"] if x.operation == "pack_path")
+    loops = {"cuda": [20_000] * 3, "xla": [200_000] * 3, "pallas": None}
+    rows = [
+        row(name, 500, operation="pack_path", case=dict(entry.cases[0]))
+        | ({} if step is None else {"step_ns": step})
+        for name, step in loops.items()
+    ]
+    ((_, point),) = comparison.points(entry, entry.cases[0], [run(*rows, suite="pack")])
+    assert point.times == {"cuda": 20, "xla": 200}
+
+
 def test_steps_say_what_another_backend_ran():
     choice = {"operation": "linear", "backend": "xla", "reason": "it has no backend pallas"}
     rows = [step("default", 8), step("pallas", 9, backends=[choice])]

@@ -121,6 +121,14 @@ def test_a_lossy_policy_stands_last_and_is_never_the_fastest():
     assert line.cells["fastest"] == "hata 1.60x"
 
 
+def test_cells_of_another_gamma_are_no_line_of_the_tables():
+    longer = [
+        row(x, 2, per_step=n, case=LARGE | {"gamma": 10}) for x, n in (("none", 1), ("vegas", 6))
+    ]
+    assert list(real.speeds([run([*FIRST, *longer])])) == list(real.speeds([run(FIRST)]))
+    assert list(real.acceptance([run([*FIRST, *longer])])) == list(real.acceptance([run(FIRST)]))
+
+
 def test_a_losing_cell_is_shown_and_called_slower(text):
     small, _ = rows_of(text, SPEEDS)
     assert small[5:9] == ["vegas 0.60x, slower", "3.00", "0.60x, slower", "0.20x, slower"]
