@@ -92,6 +92,7 @@ from .decode.settings import PLAIN as PLAIN
 from .decode.settings import StepConfig as StepConfig
 from .decode.state import DecodeState as DecodeState
 from .decode.state import Models as Models
+from .decode.state import PromptRecord as PromptRecord
 from .decode.state import StepRecord as StepRecord
 from .decode.stats import Stats as Stats
 from .decode.step import (

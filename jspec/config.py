@@ -283,6 +283,8 @@ class SamplingParams:
         logprobs: How many of the likeliest tokens to give with each token and its log-probability;
             0 gives the token alone, None no log-probabilities.
         prompt_logprobs: The same for the tokens of the prompt, but the first.
+        routed_experts: Whether to give the experts that each token was routed to, by a model with a
+            mixture of experts.
         logit_bias: What is added to the logits of tokens, as ``{token: bias}``; minus infinity bans
             a token. The fields from here on are those of `jspec.LogitsProcessor`: they change the
             logits before the temperature, also of greedy requests.
@@ -308,6 +310,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    routed_experts: bool = False
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     banned_tokens: tuple[int, ...] = ()
     min_new_tokens: int = 0
@@ -331,8 +334,9 @@ class SamplingParams:
         self._real("top_p", lambda x: 0 < x <= 1, "must be in (0, 1]; 1 switches it off")
         self._real("min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 switches it off")
         object.__setattr__(self, "stop_tokens", token_ids("stop_tokens", self.stop_tokens))
-        flag = self.ignore_eos
-        require(type(flag) is bool, f"ignore_eos={shown(flag)} must be True or False")
+        for name in ("ignore_eos", "routed_experts"):
+            flag = getattr(self, name)
+            require(type(flag) is bool, f"{name}={shown(flag)} must be True or False")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._whole(name, 0, "must be at least 0; None gives no log-probabilities")

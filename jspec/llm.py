@@ -62,6 +62,8 @@ class Completion:
             drawn from. None unless requested.
         prompt_logprobs: for each token of the prompt the same as in ``logprobs``, None for the
             first. None unless requested.
+        routed_experts: the experts of the tokens of prompt and answer, but the last, as
+            `Request.routed_experts`; None unless ``params`` ask.
     """
 
     text: str
@@ -72,6 +74,7 @@ class Completion:
     logprobs: tuple[dict[int, float], ...] | None = None
     logprob_arrays: Logprobs | None = None
     prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
+    routed_experts: np.ndarray | None = None
 
 
 class LLM:
@@ -396,7 +399,8 @@ class _Answer:
         assert seed is not None
         arrays, tokens = request.logprobs, request.tokens
         logprobs = None if arrays is None else arrays.model.by_token(tokens)
-        return Completion(self._row.text, tokens, why, seed, request.steps, logprobs, arrays)
+        answer = self._row.text, tokens, why, seed, request.steps
+        return Completion(*answer, logprobs, arrays, routed_experts=request.routed_experts)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,7 @@ BAD = [
     (SamplingParams, {"draft_limit": 0.5}, "draft_limit=0.5 must be a whole number"),
     (SamplingParams, {"ignore_eos": 1}, "ignore_eos=1 must be True or False"),
     (SamplingParams, {"ignore_eos": None}, "ignore_eos=None must be True or False"),
+    (SamplingParams, {"routed_experts": 2}, "routed_experts=2 must be True or False"),
     (RopeScaling, {"kind": "ntk", "factor": 2.0}, "rope scaling 'ntk' is unknown; jspec has"),
     (RopeScaling, {"kind": "linear", "factor": 0.5}, "factor=0.5 must be a finite number"),
     (RopeScaling, {"kind": "linear", "factor": math.inf}, "factor=inf must be a finite number"),

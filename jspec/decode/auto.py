@@ -365,7 +365,7 @@ def choice_of(
     batch, capacity = state.tokens.shape
     model = (structure, tuple((x.shape, x.dtype) for x in leaves))
     processors = state.processing and state.processing.processors
-    static = (state.mode, state.logprobs, processors)
+    static = (state.mode, state.logprobs, state.routed_experts, processors)
     key = (config, ladder, batch, capacity.bit_length(), static, model)
     with _LOCK:
         choice = _CHOICES.pop(key, None)

@@ -24,6 +24,7 @@ from jspec.decode.on_mesh import is_shared, mesh_model
 from jspec.decode.state import Models
 from jspec.dispatch import BackendError
 from jspec.models.decoder import Decoder
+from jspec.models.experts import routing_shape
 from jspec.models.traced_check import check_traced
 from jspec.ops.sample import Sampling
 from jspec.policies import Policy
@@ -196,6 +197,11 @@ def check_request(models: Models, prompt: Prompt, params: SamplingParams) -> Non
                 f"{name}={getattr(params, name)} must be at most the {config.vocab_size} tokens "
                 "that there are"
             )
+    if params.routed_experts and routing_shape(config) is None:
+        raise ValueError(
+            "routed_experts=True needs a model with a mixture of experts, whose config says so by "
+            "experts=jspec.Experts(...); this one has none"
+        )
     biased = [*params.banned_tokens, *dict(params.logit_bias)]
     if biased and max(biased) >= config.vocab_size:
         raise ValueError(
@@ -241,6 +247,11 @@ def logprobs_of(params: Sequence[SamplingParams]) -> int | None:
 def prompt_logprobs_of(params: Sequence[SamplingParams]) -> int | None:
     """The largest ``prompt_logprobs`` of a batch, None where no request asks for any."""
     return max((p.prompt_logprobs for p in params if p.prompt_logprobs is not None), default=None)
+
+
+def asks_experts(params: Sequence[SamplingParams]) -> bool:
+    """Whether a request of a batch asks for the experts of its tokens."""
+    return any(p.routed_experts for p in params)
 
 
 def sampling_of(params: Sequence[SamplingParams]) -> Sampling:

@@ -62,6 +62,8 @@ class Engine:
             refuses requests that ask for log-probabilities.
         prompt_logprobs: The same of ``params.prompt_logprobs``. Prompts whose log-probabilities are
             asked for are prefilled one by one, and whole, also after a shared prefix.
+        routed_experts: Whether requests may ask by ``params.routed_experts``. Steps record the
+            experts of all tokens; prompts of requests that ask are prefilled as those above.
         prefill_chunk: Prompt tokens per free slot and step; None is 512, 2048 for a model of up to
             256 MiB, and 256 on a CPU.
         on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
@@ -86,6 +88,7 @@ class Engine:
         stop_tokens: int = 16,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        routed_experts: bool = False,
         prefill_chunk: int | None = None,
         on_compile: OnCompile | None = None,
         **options: Unpack[DecodeOptions],
@@ -103,9 +106,15 @@ class Engine:
                 "model's own"
             )
         self.stop_tokens = stop_tokens
-        asking = SamplingParams(1, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        asking = SamplingParams(
+            max_new_tokens=1,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            routed_experts=routed_experts,
+        )
         check_request(resolved.models, [0], asking)  # a request may ask for as many
         self.logprobs, self.prompt_logprobs = asking.logprobs, asking.prompt_logprobs
+        self.routed_experts = routed_experts
         self._variables = variables_of(Models(model, options.get("draft_model")))
         self._options = resolved
         self._runner = Runner(resolved, slots, on_compile, logprobs=self.logprobs)
@@ -113,7 +122,8 @@ class Engine:
         self._is_at_work, self.is_closed, self._has_cache = False, False, True
         with self._memory():
             room, programs = rounded_capacity(capacity), self._runner.chunks.programs
-            prefill = SlotPrefill(*(resolved, slots, room, chunk, programs), self.prompt_logprobs)
+            recorded = self.prompt_logprobs, routed_experts
+            prefill = SlotPrefill(resolved, slots, room, chunk, programs, *recorded)
             self._scheduler = Scheduler(self._runner, prefill)
             self._create_slots()
 
@@ -171,6 +181,10 @@ class Engine:
                     f"the request asks for {name}={asked}, and the engine was made with "
                     f"{name}={limit}; make it with as many"
                 )
+        if params.routed_experts and not self.routed_experts:
+            raise ValueError(
+                "the request asks for routed_experts=True; make the engine with the same"
+            )
         request = Request(ids.astype(np.int32), params, stops, on_tokens, self)
         self._scheduler.add(request)
         return request
@@ -394,6 +408,7 @@ class Engine:
         state = self._scheduler.prefill.started(self.slots)
         stops = np.full((self.slots, self.stop_tokens), -1, np.int32)
         stops = put(stops, state.stop_tokens.sharding)
+        state = dataclasses.replace(state, routed_experts=self.routed_experts)
         self._runner.reset(dataclasses.replace(state, stop_tokens=stops))
 
     def _preempt(self) -> None:

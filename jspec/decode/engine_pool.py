@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jspec.config import SamplingParams
-from jspec.decode.checks import Prompt, logprobs_of, prompt_logprobs_of
+from jspec.decode.checks import Prompt, asks_experts, logprobs_of, prompt_logprobs_of
 from jspec.decode.engine import Engine, OnUpdate
 from jspec.decode.options import DecodeOptions
 from jspec.decode.processors import completed
@@ -108,9 +109,8 @@ class EnginePool:
         for size, engine in sorted(self.engines.items()):
             fits = size == slots or 1 < slots < size
             serves = completed(engine.processors, params) == engine.processors
-            every = [*params, asking(engine)]
-            serves &= logprobs_of(every) == engine.logprobs
-            serves &= prompt_logprobs_of(every) == engine.prompt_logprobs
+            limits = asking(engine)
+            serves &= recorded([*params, limits]) == recorded([limits])
             if fits and serves and engine.capacity >= positions and engine.stop_tokens >= stops:
                 return engine
         processors, asked = self._options.get("processors", ()), list(params)
@@ -132,16 +132,28 @@ class EnginePool:
             slots=slots,
             capacity=capacity,
             stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
-            logprobs=logprobs_of(asked),
-            prompt_logprobs=prompt_logprobs_of(asked),
+            **recorded(asked),
             **options,
         )
         return self.engines[slots]
 
 
 def asking(engine: Engine) -> SamplingParams:
-    """Parameters that ask for as many log-probabilities as the engine can give."""
-    return SamplingParams(logprobs=engine.logprobs, prompt_logprobs=engine.prompt_logprobs)
+    """Parameters that ask for all that the engine can give."""
+    return SamplingParams(
+        logprobs=engine.logprobs,
+        prompt_logprobs=engine.prompt_logprobs,
+        routed_experts=engine.routed_experts,
+    )
+
+
+def recorded(params: Sequence[SamplingParams]) -> dict[str, Any]:
+    """The arguments by which an `Engine` gives what ``params`` ask for."""
+    return {
+        "logprobs": logprobs_of(params),
+        "prompt_logprobs": prompt_logprobs_of(params),
+        "routed_experts": asks_experts(params),
+    }
 
 
 def room_for(positions: int) -> int:

@@ -15,14 +15,14 @@ from jspec.decode.checks import Prompt, agreed_params, as_ids, check_requests, l
 from jspec.decode.convert_state import convert_state
 from jspec.decode.logprobs import Logprobs, TokenScores
 from jspec.decode.options import DecodeOptions, ResolvedOptions
-from jspec.decode.prefill import check_unscored, rounded_capacity, start_decoding
+from jspec.decode.prefill import check_unrecorded, rounded_capacity, start_decoding
 from jspec.decode.processors import LogitsProcessor, completed
 from jspec.decode.programs import OnCompile
 from jspec.decode.request import Request
 from jspec.decode.rows import state_of, stops_of
 from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, Models, PromptRecord
 from jspec.decode.stats import Stats
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Model
@@ -45,6 +45,8 @@ class Generation:
         logprobs: `Logprobs` of each row, numpy arrays; None for a row whose ``params`` ask for
             none.
         prompt_logprobs: `TokenScores` of each prompt's tokens but the first, likewise.
+        routed_experts: The experts of each row's tokens, prompt included, but the last: int32
+            ``[n - 1, mixtures, c]``, likewise.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -54,6 +56,7 @@ class Generation:
     steps: tuple[int, ...]
     logprobs: tuple[Logprobs | None, ...]
     prompt_logprobs: tuple[TokenScores | None, ...]
+    routed_experts: tuple[np.ndarray | None, ...]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -123,12 +126,12 @@ def generate(
         requests.append(Request(prompt, row, stops_of(row, ends), callback))
     settings = {"together": True, "logprobs": logprobs_of(rows)}
 
-    def scored(scores: tuple[TokenScores | None, ...]) -> None:
-        for request, of_prompt in zip(requests, scores, strict=True):
-            request._prompt_scores = of_prompt
+    def record(records: tuple[PromptRecord, ...]) -> None:
+        for request, of_prompt in zip(requests, records, strict=True):
+            request._prompt_record = of_prompt
 
     if prefilled is not None:
-        check_unscored(rows, "prefilled has no logits of prompts; score_top_tokens gives them")
+        check_unrecorded(rows, "prefilled has none of prompts; leave it out")
     runner, prompt_tokens = Runner(resolved, len(ids), on_compile, **settings), 0
     needed = max(len(prompt) + row.max_new_tokens for prompt, row in zip(ids, rows, strict=True))
     size = f"{len(ids)} prompts at a time, the longest of {needed} tokens with max_new_tokens"
@@ -141,7 +144,7 @@ def generate(
                     sizes = {"capacity": capacity, "chunk": prefill_chunk, "grows": True}
                     calls = {"on_prefill": on_prefill, "run": runner.chunks.programs}
                     sizes |= {"cache_dtype": resolved.cache_dtype}
-                    calls |= {"on_prompt_logprobs": scored}
+                    calls |= {"on_prompt_records": record}
                     calls |= {"processors": resolved.processors}
                     state = start_decoding(models, ids, rows, config, **sizes, **calls)
                     prompt_tokens = sum(map(len, ids))
@@ -194,6 +197,7 @@ def _generation(runner: Runner, requests: Sequence[Request], prompt_tokens: int)
         steps=tuple(request.steps for request in requests),
         logprobs=tuple(request.logprobs for request in requests),
         prompt_logprobs=tuple(request.prompt_logprobs for request in requests),
+        routed_experts=tuple(request.routed_experts for request in requests),
     )
 
 

@@ -41,6 +41,11 @@ class TokenScores:
         """Those of the first ``n`` tokens."""
         return jax.tree.map(lambda x: x[:n], self)
 
+    def likeliest(self, count: int) -> TokenScores:
+        """With the first ``count`` of the likeliest tokens at each."""
+        top = self.top_tokens[:, :count], self.top_logprobs[:, :count]
+        return TokenScores(self.logprobs, *top)
+
     def by_token(self, tokens: Sequence[int]) -> tuple[dict[int, float], ...]:
         """For each of ``tokens`` log-probabilities by token: its own, then those of the likeliest.
 
@@ -74,18 +79,19 @@ class Logprobs:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], count: int) -> Logprobs:
-        """Zeros for tokens ``[*shape]``, with ``count`` likeliest tokens at each."""
-        ints, top = jnp.zeros(shape, jnp.int32), jnp.zeros((*shape, count), jnp.int32)
-        scores = TokenScores(jnp.zeros(shape), top, jnp.zeros((*shape, count)))
-        return cls(scores, scores, ints)
+        """Zeros of numpy for tokens ``[*shape]``, with ``count`` likeliest tokens at each."""
+        top = np.zeros((*shape, count), np.int32)
+        scores = TokenScores(np.zeros(shape, np.float32), top, top.astype(np.float32))
+        return cls(scores, scores, np.zeros(shape, np.int32))
 
     @classmethod
     def joined(cls, parts: Sequence[Logprobs], count: int) -> Logprobs:
         """``parts`` one after the other as numpy arrays, each with its first ``count`` tokens."""
         if not parts:
-            return jax.tree.map(np.asarray, cls.empty((0,), count))
+            return cls.empty((0,), count)
         whole = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-        return jax.tree.map(lambda x: x[:, :count] if x.ndim == 2 else x, whole)
+        scores = whole.model.likeliest(count), whole.sampling.likeliest(count)
+        return cls(*scores, whole.passing_counts)
 
 
 def token_scores(logits: Array, tokens: Array, count: int, axes: Axes | None) -> TokenScores:
@@ -127,18 +133,6 @@ def scores_of_hidden(
         return jnp.swapaxes(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :size]
 
     return jax.tree.map(whole, lax.map(score, (pieces(hidden), pieces(tokens))))
-
-
-def joined_scores(parts: Sequence[tuple[TokenScores, int]], row: int, count: int) -> TokenScores:
-    """The scores of ``row`` as numpy arrays, with the first ``count`` tokens at each position.
-
-    ``parts``: one after the other, arrays ``[B, T, ...]``, of which so many positions count.
-    """
-    rows = [jax.tree.map(lambda x, n=n: np.asarray(x)[row, :n], part) for part, n in parts]
-    if not rows:
-        return jax.tree.map(np.asarray, Logprobs.empty((0,), count).model)
-    whole = jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
-    return jax.tree.map(lambda x: x[:, :count] if x.ndim == 2 else x, whole)
 
 
 def verified_logprobs(

@@ -17,6 +17,7 @@ from jspec.decode.checks import (
     Prompt,
     agreed_params,
     as_ids,
+    asks_experts,
     check_exact,
     check_models,
     check_requests,
@@ -25,7 +26,7 @@ from jspec.decode.checks import (
     strongest,
 )
 from jspec.decode.draft import TargetPass
-from jspec.decode.logprobs import Logprobs, TokenScores, joined_scores, scores_of_hidden
+from jspec.decode.logprobs import Logprobs, scores_of_hidden
 from jspec.decode.on_mesh import layouts_for, mesh_model, on_mesh_of
 from jspec.decode.processors import (
     LogitsProcessor,
@@ -42,7 +43,8 @@ from jspec.decode.rows import (
     stops_of,
 )
 from jspec.decode.settings import StepConfig, check_arrays
-from jspec.decode.state import DecodeState, FlatModels, Models, vocabulary_axes
+from jspec.decode.state import DecodeState, FlatModels, Models, PromptRecord, vocabulary_axes
+from jspec.models.experts import recorded_experts, routing_shape, stacked_experts
 from jspec.ops.cached import FLOAT8
 from jspec.policies.collect import run_prompt
 from jspec.policies.dense import DenseAttend
@@ -53,7 +55,7 @@ from jspec.typing import Array, Model
 LEAST = 16  # tokens per row of the smallest prefill pass: fewer take as long
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
 OnPrefill = Callable[[int, int], None]
-OnPromptLogprobs = Callable[[tuple[TokenScores | None, ...]], None]
+OnPromptRecords = Callable[[tuple[PromptRecord, ...]], None]
 
 
 def start_decoding(
@@ -70,7 +72,7 @@ def start_decoding(
     sharding: Placing = None,
     grows: bool = False,
     processors: Sequence[LogitsProcessor] = (),
-    on_prompt_logprobs: OnPromptLogprobs | None = None,
+    on_prompt_records: OnPromptRecords | None = None,
 ) -> DecodeState:
     """Check a batch of requests and prefill their prompts.
 
@@ -95,8 +97,8 @@ def start_decoding(
         grows: Whether ``capacity`` may be less than the longest request needs, as the caller raises
             it in time by `jspec.grow_capacity`.
         processors: Logits processors of all requests, after those that their ``params`` need.
-        on_prompt_logprobs: Called with the `TokenScores` of each prompt's tokens but the first,
-            numpy arrays, None for a request that asks for none by ``params.prompt_logprobs``.
+        on_prompt_records: Called with the `PromptRecord` of each prompt, numpy arrays: what its
+            ``params`` ask for by ``prompt_logprobs`` and ``routed_experts``.
 
     Returns:
         The state for the first step.
@@ -110,8 +112,8 @@ def start_decoding(
     models, ids, params = _checked(
         *(models, prompts, params, config), (capacity, chunk, cache_dtype, grows)
     )
-    if on_prompt_logprobs is None:
-        check_unscored(params, "start_decoding(on_prompt_logprobs=) and score_top_tokens give them")
+    if on_prompt_records is None:
+        check_unrecorded(params, "start_decoding(on_prompt_records=) gives them")
     needed = max(len(p) + s.max_new_tokens for p, s in zip(ids, params, strict=True))
     capacity = rounded_capacity(needed) if capacity is None else capacity
     if grows:
@@ -123,7 +125,7 @@ def start_decoding(
     layouts = layouts_for(models.target, capacity, config.gamma, longest, rings=rings)
     sizes = (capacity, layouts, dtype, chunk)
     processors = completed(check_processors(processors), params)
-    rest = (processors, on_prefill, run, sharding, on_prompt_logprobs)
+    rest = (processors, on_prefill, run, sharding, on_prompt_records)
     return _started(models, ids, params, config, *sizes, *rest)
 
 
@@ -149,12 +151,12 @@ def _checked(
     return models, ids, params
 
 
-def check_unscored(params: Sequence[SamplingParams], way_out: str) -> None:
-    """Raise `ValueError` where a request asks for log-probabilities of its prompt."""
-    if (count := prompt_logprobs_of(params)) is not None:
-        raise ValueError(
-            f"a request asks for prompt_logprobs={count}, which are not given: {way_out}"
-        )
+def check_unrecorded(params: Sequence[SamplingParams], way_out: str) -> None:
+    """Raise `ValueError` where a request asks for what prefill computes of its prompt's tokens."""
+    count = prompt_logprobs_of(params)
+    if count is not None or asks_experts(params):
+        what = "routed_experts=True" if count is None else f"prompt_logprobs={count}"
+        raise ValueError(f"a request asks for {what}, which are not given: {way_out}")
 
 
 def _check_capacity(capacity: Any, needed: int, parts: str = "prompt and max_new_tokens") -> None:
@@ -180,7 +182,7 @@ def _started(
     on_prefill: OnPrefill | None = None,
     run: Callable[..., Any] | None = None,
     sharding: Placing = None,
-    on_prompt_logprobs: OnPromptLogprobs | None = None,
+    on_prompt_records: OnPromptRecords | None = None,
 ) -> DecodeState:
     """The state of checked requests: every prompt token but the last of each row is prefilled."""
     batch = len(ids)
@@ -204,24 +206,23 @@ def _started(
     chunk = min(chunk, power_of_two(total))
     call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
     prompts = jax.device_put(tokens)  # jnp.asarray compiles a program for each shape
-    count, scores = prompt_logprobs_of(params), []
+    count, records = prompt_logprobs_of(params), asks_experts(params)
+    parts = [(empty_record(models, (batch, 0), count, records), 0)]
     ends_at = set(((lengths - 2) // chunk).tolist())  # the chunk of a row's last cached token
     for begin in range(0, total, chunk):
         args = (models, cache, drafter_state, prompts, np.int32(begin))
         selects = config.selects_in_prefill and begin // chunk in ends_at
-        static = {"config": config, "size": chunk, "selects": selects, "prompt_logprobs": count}
+        static = {"config": config, "size": chunk, "selects": selects}
+        static |= {"prompt_logprobs": count, "routed_experts": records}
         cache, drafter_state, part = call(*args, **static)
-        scores.append((part, chunk))
+        parts.append((part, chunk))
         if on_prefill is not None:
             jax.block_until_ready(cache)
             on_prefill(min(begin + chunk, total), total)
-    if on_prompt_logprobs is not None:
-        asked = ((row, length, params[row].prompt_logprobs) for row, length in enumerate(lengths))
-        of_rows = (
-            None if n is None else joined_scores(scores, row, n).first(length - 1)
-            for row, length, n in asked
-        )
-        on_prompt_logprobs(tuple(of_rows))
+    if on_prompt_records is not None:
+        of_rows = (PromptRecord.joined(parts, row).asked(x) for row, x in enumerate(params))
+        pairs = zip(of_rows, (lengths - 1).tolist(), strict=True)
+        on_prompt_records(tuple(jax.tree.map(lambda x, n=n: x[:n], one) for one, n in pairs))
     ends = models.target.config.stop_tokens
     row = (tokens, lengths, params, ends, cache, drafter_state)
     settings = {"processors": processors, "vocab_size": models.target.config.vocab_size}
@@ -263,7 +264,7 @@ def fill_slot(
         raise ValueError(f"slot={shown(slot)} must be in [0, {batch}), the rows of the batch")
     check_started(state.exact, config.exact)
     checked, ids, rows = _checked(models, [prompt], params, config, (capacity, chunk))
-    check_unscored(rows, "score_top_tokens gives them")
+    check_unrecorded(rows, "an Engine gives them")
     _check_capacity(capacity, len(ids[0]) + rows[0].max_new_tokens)
     sizes = (capacity, state.cache.layouts, state.cache.keys(0).dtype, chunk)
     processors = () if state.processing is None else state.processing.processors
@@ -295,7 +296,7 @@ def _row_shapes(drafter_state: Any) -> Any:
 
 
 @jax.jit(
-    static_argnames=("config", "size", "selects", "prompt_logprobs"),
+    static_argnames=("config", "size", "selects", "prompt_logprobs", "routed_experts"),
     donate_argnames=("cache", "drafter_state"),
 )
 def prefill_chunk(
@@ -308,7 +309,8 @@ def prefill_chunk(
     size: int,
     selects: bool = False,
     prompt_logprobs: int | None = None,
-) -> tuple[Cache, Any, TokenScores | None]:
+    routed_experts: bool = False,
+) -> tuple[Cache, Any, PromptRecord]:
     """Append the ``size`` prompt tokens from position ``begin`` on, up to the cache's lengths.
 
     ``tokens`` int32 ``[B, S]``: the prompts, whose lengths are those of the cache, and stay.
@@ -317,7 +319,8 @@ def prefill_chunk(
     state are donated, and returned with the tokens.
 
     ``prompt_logprobs``: how many of the likeliest tokens to score with each prompt token that
-    follows one of the ``size``. Returns these scores, arrays ``[B, size, ...]``, else None.
+    follows one of the ``size``, None for no scores. ``routed_experts``: whether to record the
+    experts of these. The record has arrays ``[B, size, ...]``.
     """
 
     def piece(models: Models, cache: Cache, drafter_state: Any, tokens: Array, begin: Array):
@@ -329,7 +332,7 @@ def prefill_chunk(
         new = jnp.where(positions >= 0, jnp.take_along_axis(tokens, index, axis=1), -1)
         policy, params = config.cache_policy, models.policy
         guided, target_pass = config.draft.collect_policy if selects else None, {}
-        with config.of_target():
+        with config.of_target(), recorded_experts() as experts:
             if guided is None:
                 attend = DenseAttend(positions, policy=policy, policy_params=params)
                 hidden, cache = models.target(new, positions, attend, cache)
@@ -351,15 +354,25 @@ def prefill_chunk(
                 )
         cache = with_pages(policy, params, cache, before, after, size)
         drafter_state = config.draft.sync(models, drafter_state, tokens, after, size, **target_pass)
-        return cache, drafter_state, scores
+        record = PromptRecord(scores, stacked_experts(experts, new) if routed_experts else None)
+        return cache, drafter_state, record
 
     models = Models.of(models)
     with config.of_models():
         args = (models, cache, drafter_state, tokens, begin)
-        like = None
-        if prompt_logprobs is not None:
-            like = Logprobs.empty((len(tokens), size), prompt_logprobs).model
+        like = empty_record(models, (len(tokens), size), prompt_logprobs, routed_experts)
         return on_mesh_of(models.target, config, piece, *args, like=(cache, drafter_state, like))
+
+
+def empty_record(
+    models: Models, shape: tuple[int, int], prompt_logprobs: int | None, routed_experts: bool
+) -> PromptRecord:
+    """Zeros of numpy for tokens ``[*shape]``, in the structure that `prefill_chunk` returns."""
+    count, routing = prompt_logprobs, routing_shape(models.target.config)
+    return PromptRecord(
+        None if count is None else Logprobs.empty(shape, count).model,
+        np.zeros((*shape, *routing), np.int32) if routed_experts and routing else None,
+    )
 
 
 @jax.jit(static_argnames=("config", "batch", "capacity"))

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jspec.config import SamplingParams, shown, whole_number
-from jspec.decode.logprobs import Logprobs, TokenScores, joined_scores
+from jspec.decode.logprobs import Logprobs, TokenScores
+from jspec.decode.state import PromptRecord
 
 if TYPE_CHECKING:
     from jspec.decode.engine import Engine
@@ -52,10 +53,11 @@ class Request:
         self._tokens: list[int] = []
         self._versions: list[int] = []  # of the weights that made each token
         self._version = 0  # of the weights that make its next tokens
-        self._logprobs: list[Logprobs] = []  # of the tokens of each chunk
-        self._new_logprobs: Logprobs | None = None  # of the tokens of the chunk that is read
-        # Of its prompt, as `Row` has them, until they are read; None before its prefill.
-        self._prompt_scores: Any = None
+        # What it asked for of the tokens of each chunk: log-probabilities and experts.
+        self._scores: list[tuple[Any, Any]] = []
+        self._new_scores: Any = None  # the same of the chunk that is read
+        # Of its prompt, as `Row` has it, until it is read; None before its prefill.
+        self._prompt_record: Any = None
         self._offered: tuple[int, ...] = ()  # what the running callback was called with
         self.steps = 0
 
@@ -83,7 +85,9 @@ class Request:
     def logprobs(self) -> Logprobs | None:
         """Log-probabilities of the tokens so far, numpy arrays; None unless ``params`` ask."""
         count = self.params.logprobs
-        return None if count is None else Logprobs.joined(self._logprobs, count)
+        if count is None:
+            return None
+        return Logprobs.joined([logprobs for logprobs, _ in self._scores], count)
 
     @property
     def prompt_logprobs(self) -> TokenScores | None:
@@ -91,17 +95,32 @@ class Request:
 
         None before its prompt is prefilled, and unless ``params`` ask.
         """
-        count = self.params.prompt_logprobs
-        if count is None or self._prompt_scores is None:
-            return None
-        if isinstance(self._prompt_scores, list):
-            self._prompt_scores = joined_scores(self._prompt_scores, 0, count)
-        return self._prompt_scores
+        return self._of_prompt.logprobs
 
     @property
-    def _needs_prompt_scores(self) -> bool:
-        """Whether its prompt must be prefilled for its log-probabilities."""
-        return self.params.prompt_logprobs is not None and self._prompt_scores is None
+    def routed_experts(self) -> np.ndarray | None:
+        """The experts of its prompt's tokens and its tokens so far, but the last.
+
+        An int32 array ``[n - 1, mixtures, c]`` of numpy: of each token those that it took in each
+        mixture, best first. None before its prompt is prefilled, and unless ``params`` ask.
+        """
+        of_prompt = self._of_prompt.routed_experts
+        if of_prompt is None:
+            return None
+        return np.concatenate([of_prompt, *(experts for _, experts in self._scores)])
+
+    @property
+    def _of_prompt(self) -> PromptRecord:
+        """What it asked for of its prompt; nothing before it is prefilled."""
+        if isinstance(self._prompt_record, list):
+            self._prompt_record = PromptRecord.joined(self._prompt_record, 0).asked(self.params)
+        return self._prompt_record or PromptRecord()
+
+    @property
+    def _needs_prompt_record(self) -> bool:
+        """Whether its prompt must be prefilled, whatever rows have."""
+        asks = self.params.prompt_logprobs is not None or self.params.routed_experts
+        return asks and self._prompt_record is None
 
     @property
     def _length(self) -> int:
@@ -183,10 +202,10 @@ class Request:
     def _append(self, new: tuple[int, ...]) -> None:
         self._tokens.extend(new)
         self._versions.extend([self._version] * len(new))
-        if new and self._new_logprobs is not None:
-            self._logprobs.append(jax.tree.map(lambda x: x[: len(new)], self._new_logprobs))
+        if new and self._new_scores is not None:
+            self._scores.append(jax.tree.map(lambda x: x[: len(new)], self._new_scores))
 
     def _end(self, why: str) -> None:
         # A request may outlive the engine: it must not hold it, nor what its callback holds.
         self.finished, self._engine, self._prompt, self._on_tokens = why, None, None, None
-        self._new_logprobs = None
+        self._new_scores = None

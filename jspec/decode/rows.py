@@ -15,7 +15,7 @@ from jax import lax
 from jspec.cache import Cache
 from jspec.cache.cache import longer
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
-from jspec.decode.checks import Prompt, logprobs_of, mode_of, sampling_of
+from jspec.decode.checks import Prompt, asks_experts, logprobs_of, mode_of, sampling_of
 from jspec.decode.processors import LogitsProcessor, Processing
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState
@@ -68,6 +68,7 @@ def state_of(
         mode=mode_of(params) if mode is None else mode,
         exact=exact,
         logprobs=logprobs_of(params),
+        routed_experts=asks_experts(params),
         processing=Processing.of(processors, vocab_size, params, prompt_lengths),
         **arrays,
     )

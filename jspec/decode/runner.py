@@ -253,10 +253,14 @@ class Runner:
         done = record.done[-1]
         blocks = {slot: record.tokens[:, slot] for slot in live}
         for slot, request in live.items():
-            if request.params.logprobs is not None:
+            asked = (
+                None if request.params.logprobs is None else record.logprobs,
+                record.routed_experts if request.params.routed_experts else None,
+            )
+            if jax.tree.leaves(asked):
                 is_token = blocks[slot] >= 0
-                request._new_logprobs = jax.tree.map(
-                    lambda x, slot=slot, is_token=is_token: x[:, slot][is_token], record.logprobs
+                request._new_scores = jax.tree.map(
+                    lambda x, slot=slot, is_token=is_token: x[:, slot][is_token], asked
                 )
         new_tokens = {slot: tuple(block[block >= 0].tolist()) for slot, block in blocks.items()}
         answers: Iterable[int | None] = (

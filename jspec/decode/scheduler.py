@@ -161,12 +161,12 @@ class Scheduler:
         self._incoming = request
         del self._queue[request]
         self.prompt_tokens += self.prefill.begin(
-            request._known, self._runner.state, scored=request._needs_prompt_scores
+            request._known, self._runner.state, records=request._needs_prompt_record
         )
         return request
 
     def _is_short(self, request: Request) -> bool:
-        return not request._needs_prompt_scores and self.prefill.is_short(request._known)
+        return not request._needs_prompt_record and self.prefill.is_short(request._known)
 
     def _fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Move requests into slots, which ``state`` has."""

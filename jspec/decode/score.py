@@ -101,7 +101,7 @@ def score_top_tokens(
         cache, part = _score_chunk(model, cache, piece, positions, following, config, count)
         chunks.append(jax.tree.map(np.asarray, part))
     if not chunks:
-        chunks = [jax.tree.map(np.asarray, Logprobs.empty((len(ids), 0), count).model)]
+        chunks = [Logprobs.empty((len(ids), 0), count).model]
     whole = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *chunks)
     return [
         jax.tree.map(lambda x, row=row, end=length - 1: x[row, :end], whole)

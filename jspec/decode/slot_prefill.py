@@ -13,10 +13,10 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
-from jspec.decode.logprobs import TokenScores
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import (
+    empty_record,
     init_drafter_state,
     pass_sizes,
     prefill_chunk,
@@ -27,13 +27,15 @@ from jspec.decode.request import Request
 from jspec.decode.rows import PackedRows, insert_row, packed_rows, padded
 from jspec.decode.slot_programs import prefill_slots, row_of, sum_of, synced_drafter
 from jspec.decode.slot_texts import SlotTexts
-from jspec.decode.state import DecodeState
+from jspec.decode.state import DecodeState, PromptRecord
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Array
 
 BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the weights does
 MAX_ROWS = 8  # most prompts of a pass that differ
 MAX_REQUESTS = 16  # most requests of a pass
+# What passes record for prompts whose requests do not ask.
+NOTHING: dict[str, Any] = {"prompt_logprobs": None, "routed_experts": False}
 IDLE = Request(np.zeros(1, np.int32), SamplingParams(seed=0), (), None)  # of a row that is unused
 
 
@@ -47,8 +49,8 @@ class Row:
         done: How many of its tokens the cache has.
         cache: The row's cache.
         drafter_state: The drafter's state after these tokens.
-        scores: Those of the prompt's tokens but the first by now, and how many each has; None where
-            no request asked.
+        records: What was recorded of the prompt's tokens by now, in parts, and of how many tokens
+            each; None where no request asked.
     """
 
     prompt: np.ndarray
@@ -56,7 +58,7 @@ class Row:
     done: int
     cache: Any
     drafter_state: Any
-    scores: list[tuple[TokenScores, int]] | None = None
+    records: list[tuple[PromptRecord, int]] | None = None
 
     @property
     def left(self) -> int:
@@ -89,6 +91,7 @@ class SlotPrefill:
         programs: Runs the jitted functions.
         prompt_logprobs: How many of the likeliest tokens are scored with each token of a prompt
             whose request asks for log-probabilities; None where none does.
+        routed_experts: Whether experts are recorded of prompts whose request asks for them.
 
     Attributes:
         options: The same.
@@ -106,9 +109,13 @@ class SlotPrefill:
         chunk: int,
         programs: Timed,
         prompt_logprobs: int | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self.options, self._programs = options, programs
-        self._prompt_logprobs = prompt_logprobs
+        self._recorded: dict[str, Any] = {
+            "prompt_logprobs": prompt_logprobs,
+            "routed_experts": routed_experts,
+        }
         self._slots, self._capacity = slots, capacity
         self.chunk = min(chunk, capacity)
         self._sizes = pass_sizes(self.chunk)
@@ -166,10 +173,10 @@ class SlotPrefill:
         All rows of it must be free, and no prompt in prefill.
         """
         self.current_row = self._begun(np.zeros(1, np.int32), self.current_row.cache, None, 0)
-        scores = [None] if self._prompt_logprobs is None else [None, []]
+        records = [None] if self._recorded == NOTHING else [None, []]
         every_selects = {False, self.options.config.selects_in_prefill}
-        for size, selects, row_scores in itertools.product(self._sizes, every_selects, scores):
-            self.current_row.scores = row_scores
+        for size, selects, of_row in itertools.product(self._sizes, every_selects, records):
+            self.current_row.records = of_row
             self._pass(self.current_row, size, selects)
         state = self.insert(state, 0, IDLE)
         if self._finds_prefixes:
@@ -235,19 +242,20 @@ class SlotPrefill:
 
     # --- others, piece by piece -------------------------------------------------------------------
 
-    def begin(self, prompt: np.ndarray, state: DecodeState, *, scored: bool = False) -> int:
+    def begin(self, prompt: np.ndarray, state: DecodeState, *, records: bool = False) -> int:
         """Begin to prefill ``prompt``, in place of any other, or go on where the row has it.
 
-        ``state``: the batch, whose slots may have its first tokens. ``scored``: whether all tokens
-        of the prompt are scored, and so prefilled, whatever rows have. Returns how many of its
+        ``state``: the batch, whose slots may have its first tokens. ``records``: whether all tokens
+        of the prompt are recorded, and so prefilled, whatever rows have. Returns how many of its
         tokens are not in the row yet, the last one included.
         """
         row, drafter_state = self.current_row, None
-        if np.array_equal(prompt, row.prompt) and not (scored and row.scores is None):
+        if np.array_equal(prompt, row.prompt) and not (records and row.records is None):
             return len(prompt) - row.done
-        if scored:
+        if records:
             self.current_row = self._begun(prompt, row.cache, None, 0)
-            self.current_row.scores = []
+            empty = empty_record(self.options.models, (1, 0), **self._recorded)
+            self.current_row.records = [(empty, 0)]
             return len(prompt)
         prefix, slot, in_slot, in_row = self._longest(prompt), 0, 0, 0
         in_prefix = 0 if prefix is None else prefix.done
@@ -289,8 +297,8 @@ class SlotPrefill:
         """``state``, which is donated, with ``request``, whose prompt the row has, in ``slot``."""
         row = self.current_row
         self.texts.fill([slot], [request])
-        if request._needs_prompt_scores:
-            request._prompt_scores = row.scores
+        if request._needs_prompt_record:
+            request._prompt_record = row.records
         packed = self._packed(state, [slot], [request], row.cache, row.drafter_state)
         return insert_row(state, packed, slot, self._programs)
 
@@ -387,12 +395,10 @@ class SlotPrefill:
         """
         args = (self.options.flat, row.cache, row.drafter_state, row.tokens, np.int32(row.done))
         static = {"config": self.options.config, "size": size, "selects": selects}
-        count = None if row.scores is None else self._prompt_logprobs
-        row.cache, row.drafter_state, scores = self._programs(
-            prefill_chunk, *args, **static, prompt_logprobs=count
-        )
-        if row.scores is not None:
-            row.scores.append((scores, min(size, row.left)))
+        static |= NOTHING if row.records is None else self._recorded
+        row.cache, row.drafter_state, record = self._programs(prefill_chunk, *args, **static)
+        if row.records is not None:
+            row.records.append((record, min(size, row.left)))
 
     def _placed(self, name: str, tree: Any) -> Any:
         return tree if self._sharding is None else place({name: tree}, self._sharding)[name]

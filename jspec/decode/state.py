@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jspec.cache import Cache
-from jspec.config import SamplingMode
-from jspec.decode.logprobs import Logprobs
+from jspec.config import SamplingMode, SamplingParams
+from jspec.decode.logprobs import Logprobs, TokenScores
 from jspec.decode.processors import Processing
 from jspec.ops.sample import Sampling
 from jspec.ops.vocabulary import Axes
@@ -91,10 +92,13 @@ class StepRecord:
         done: bool ``[B]``: rows that have ended by then.
         logprobs: Log-probabilities of ``tokens``, arrays ``[B, gamma + 1, ...]``; None where
             `DecodeState.logprobs` asks for none.
+        routed_experts: int32 ``[B, gamma + 1, mixtures, c]``: the experts of the token before each
+            of ``tokens``; None where `DecodeState.routed_experts` is False.
     """
 
     packed: Array
     logprobs: Logprobs | None = None
+    routed_experts: Array | None = None
 
     @classmethod
     def of(cls, drafted: Array, done: Array, committed: Array) -> StepRecord:
@@ -123,12 +127,45 @@ class StepRecord:
         return self.packed[..., 4:]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptRecord:
+    """What prefill computed of the tokens of a prompt in addition to their keys and values.
+
+    Attributes:
+        logprobs: Log-probabilities of the prompt's tokens but the first; None where the request
+            asks for none.
+        routed_experts: int32 ``[n - 1, mixtures, c]``: the experts of its tokens but the last; None
+            likewise.
+    """
+
+    logprobs: TokenScores | None = None
+    routed_experts: Any = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[PromptRecord, int]], row: int) -> PromptRecord:
+        """``parts``, one or more, of ``row`` one after the other as numpy arrays.
+
+        Of each part, arrays ``[B, T, ...]``, so many positions count.
+        """
+        rows = [jax.tree.map(lambda x, n=n: np.asarray(x)[row, :n], part) for part, n in parts]
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows)
+
+    def asked(self, params: SamplingParams) -> PromptRecord:
+        """What a request with ``params`` asks for."""
+        count = params.prompt_logprobs
+        return PromptRecord(
+            None if count is None or self.logprobs is None else self.logprobs.likeliest(count),
+            self.routed_experts if params.routed_experts else None,
+        )
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=(
         "cache tokens limits done sampling stop_tokens draft_limits draft processing".split()
     ),
-    meta_fields=["mode", "exact", "logprobs"],
+    meta_fields=["mode", "exact", "logprobs", "routed_experts"],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -147,6 +184,7 @@ class DecodeState:
         processing: Logits processors and their settings, None without any.
         logprobs: How many of the likeliest tokens steps score with each token that they commit,
             static; None for no log-probabilities.
+        routed_experts: Whether steps record the experts that tokens are routed to, static.
         mode: How much sampling the rows need, static: ``greedy`` (argmax only), ``sampled`` or
             ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which
             of the sufficient modes runs.
@@ -165,6 +203,7 @@ class DecodeState:
     exact: bool
     processing: Processing | None = None
     logprobs: int | None = None
+    routed_experts: bool = False
 
     @property
     def lengths(self) -> Array:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jspec.cache.layout import check_rings
@@ -18,7 +20,8 @@ from jspec.decode.logprobs import Logprobs, verified_logprobs
 from jspec.decode.on_mesh import jit_steps, mesh_model, on_mesh_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models, StepRecord, vocabulary_axes
-from jspec.decode.trees import check_tree, logits_of_path, pack
+from jspec.decode.trees import check_tree, of_path, pack
+from jspec.models.experts import recorded_experts, routing_shape, stacked_experts
 from jspec.ops.commit import Rows, commit, verify_and_commit
 from jspec.ops.sample import Role, greedy, sample
 from jspec.ops.stochastic import verify_stochastic
@@ -123,8 +126,8 @@ def decode_step(
     Takes what `speculative_step` takes, and donates nothing. Returns the state after the step, and
     its `StepRecord`.
     """
-    like = state, StepRecord(state.done[:, None], _empty_logprobs(state, 1))
     models = Models.of(models)
+    like = state, _empty_record(models, state, state.done[:, None], 1)
     with config.of_models():
         body = functools.partial(_step, config)
         return on_mesh_of(models.target, config, body, models, state, like=like)
@@ -166,7 +169,7 @@ def _narrowest_step(
     is_wide = drafted.lengths.any().astype(jnp.int32)
     zeros = jnp.zeros_like(state.done, jnp.int32)[:, None]
     packed = jnp.broadcast_to(zeros, (len(zeros), config.gamma + 5))
-    carry = state, StepRecord(packed, _empty_logprobs(state, config.gamma + 1))
+    carry = state, _empty_record(models, state, packed, config.gamma + 1)
     for step, begin, end in ((_plain_step, is_wide, 1), (_verified_step, 0, is_wide)):
         carry = lax.fori_loop(
             begin, end, lambda _, carry, step=step: step(config, models, carry[0], drafted), carry
@@ -181,18 +184,20 @@ def _plain_step(
     plain, batch = dataclasses.replace(config, gamma=0), len(state.tokens)
     state, record = _verified_step(plain, models, state, Drafted.empty(batch, 0))
     padding = jnp.full((batch, config.gamma), -1, jnp.int32)
-    logprobs = jax.tree.map(
+    others = jax.tree.map(
         lambda x: jnp.pad(x, [(0, 0), (0, config.gamma), *[(0, 0)] * (x.ndim - 2)]),
-        record.logprobs,
+        (record.logprobs, record.routed_experts),
     )
-    return state, StepRecord(jnp.concatenate([record.packed, padding], axis=1), logprobs)
+    return state, StepRecord(jnp.concatenate([record.packed, padding], axis=1), *others)
 
 
-def _empty_logprobs(state: DecodeState, tokens: int) -> Logprobs | None:
-    """Log-probabilities of so many tokens a row, zeros, in the structure of a record's."""
-    if state.logprobs is None:
-        return None
-    return Logprobs.empty((len(state.tokens), tokens), state.logprobs)
+def _empty_record(models: Models, state: DecodeState, packed: Array, tokens: int) -> StepRecord:
+    """``packed`` and zeros for so many tokens a row, in the structure of the state's records."""
+    shape = len(state.tokens), tokens
+    logprobs = None if state.logprobs is None else Logprobs.empty(shape, state.logprobs)
+    routing = routing_shape(models.target.config) if state.routed_experts else None
+    experts: Any = None if routing is None else np.zeros((*shape, *routing), np.int32)
+    return StepRecord(packed, logprobs, experts)
 
 
 def _verified_step(
@@ -207,9 +212,12 @@ def _verified_step(
         logits = state.processing.process(logits, drafted.tokens, axes)
     verified, path, state, record = verify(state, drafted, logits, config, axes)
     if state.logprobs is not None:
-        of_tokens = logits_of_path(of_model, path), logits_of_path(logits, path)
+        of_tokens = of_path(of_model, path), of_path(logits, path)
         logprobs = verified_logprobs(state, *of_tokens, record.tokens, axes)
         record = dataclasses.replace(record, logprobs=logprobs)
+    if target_pass.routed_experts is not None:
+        routed_experts = of_path(target_pass.routed_experts, path)
+        record = dataclasses.replace(record, routed_experts=routed_experts)
     if state.processing is not None:
         state = dataclasses.replace(state, processing=state.processing.extended(record.tokens))
     if path is not None:
@@ -266,7 +274,7 @@ def run_target(
         text_positions = tree.positions
     settings = {"policy": config.cache_policy, "policy_params": models.policy}
     collected, collect_policy = None, config.draft.collect_policy
-    with config.of_target():
+    with config.of_target(), recorded_experts() as experts:
         if config.is_lossy:
             hidden, cache, _ = run_selected(
                 *(models.target, tokens, positions, state.cache, context_len, 1), **settings
@@ -282,7 +290,8 @@ def run_target(
             hidden, cache = models.target(tokens, text_positions, attend, state.cache)
         logits = models.target.logits(hidden)
     state = dataclasses.replace(state, cache=cache)
-    return logits, state, TargetPass(text_positions, hidden, collected)
+    routed_experts = stacked_experts(experts, tokens) if state.routed_experts else None
+    return logits, state, TargetPass(text_positions, hidden, collected, routed_experts)
 
 
 def verify(

@@ -29,16 +29,15 @@ def check_tree(config: StepConfig, state: DecodeState, drafted: Drafted) -> None
             raise ValueError(f"{config.draft} drafts a tree, but {reason}; draft without parents")
 
 
-def logits_of_path(logits: Array, path: Array | None) -> Array:
-    """The logits ``[B, gamma + 1, V]`` after the root and each node of a path.
+def of_path(x: Array, path: Array | None) -> Array:
+    """``x [B, gamma + 1, ...]``, which has an entry for each node, at the root and along a path.
 
-    ``logits``: those after each node; ``path``: as `jspec.ops.verify_tree` returns it, None where
-    the draft is a chain.
+    ``path``: as `jspec.ops.verify_tree` returns it, None where the draft is a chain.
     """
     if path is None:
-        return logits
+        return x
     nodes = jnp.pad(path, ((0, 0), (1, 0)))
-    return jnp.take_along_axis(logits, nodes[..., None], axis=1)
+    return jnp.take_along_axis(x, nodes.reshape(*nodes.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 @jax.named_scope("packing")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +17,40 @@ from jspec.ops.grouped import grouped_linear
 from jspec.ops.norm import RMS
 from jspec.ops.route import Routed, route
 from jspec.parts import Experts
-from jspec.typing import Array
+from jspec.typing import Array, ModelShape
+
+_RECORD: contextvars.ContextVar[list[Array] | None] = contextvars.ContextVar(
+    "jspec_routed_experts", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded_experts() -> Iterator[list[Array]]:
+    """A context in which each mixture appends the experts of its tokens, int32 ``[M, c]``."""
+    token = _RECORD.set(record := [])
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
+def stacked_experts(record: Sequence[Array], tokens: Array) -> Array:
+    """``record`` of a pass over ``tokens [B, T]`` in one array, int32 ``[B, T, mixtures, c]``."""
+    if not record:
+        raise TypeError(
+            "routed_experts=True records the experts of jspec.models.experts.MixtureOfExperts, of "
+            "which the model has none; leave it out"
+        )
+    return jnp.stack([x.reshape(*tokens.shape, -1) for x in record], axis=2)
+
+
+def routing_shape(config: ModelShape) -> tuple[int, int] | None:
+    """Mixtures of a model, and experts that a token takes in each; None without mixtures."""
+    experts = getattr(config, "experts", None)
+    if not isinstance(experts, Experts):
+        return None
+    mixtures = len(config.layers) - len(set(experts.dense_layers))
+    return (mixtures, experts.chosen) if mixtures else None
 
 
 class Router(nnx.Module):
@@ -139,6 +175,8 @@ class MixtureOfExperts(nnx.Module):
         """``x [B, T, D]`` plus the experts' output for ``norm(x)``."""
         tokens = x.reshape(-1, x.shape[-1])
         routed = self.router(tokens, norm)
+        if (record := _RECORD.get()) is not None:
+            record.append(routed.chosen)
         outputs = self.experts(tokens, norm, routed, is_part=bool(self.axes)).reshape(x.shape)
         if self.shared is not None:
             shared = self.shared.partial(x, norm)

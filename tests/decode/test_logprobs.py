@@ -207,12 +207,12 @@ def test_prompts_are_not_scored_where_nobody_takes_it(tiny):
         engine.submit([1, 2], params)
     with pytest.raises(ValueError, match="prompt_logprobs=42 must be at most the 41 tokens"):
         jspec.Engine(tiny, slots=1, capacity=64, prompt_logprobs=42)
-    with pytest.raises(ValueError, match=r"prompt_logprobs=1, .* start_decoding\(on_prompt"):
+    with pytest.raises(ValueError, match=r"prompt_logprobs=1, .* start_decoding\(on_prompt_rec"):
         jspec.start_decoding(tiny, [[1, 2]], params)
     state = jspec.start_decoding(tiny, [[1, 2]], jspec.SamplingParams(4))
-    with pytest.raises(ValueError, match=r"prompt_logprobs=1, .* score_top_tokens gives them"):
+    with pytest.raises(ValueError, match=r"prompt_logprobs=1, .* an Engine gives them"):
         jspec.fill_slot(tiny, state, 0, [1], params)
-    with pytest.raises(ValueError, match="prefilled has no logits of prompts"):
+    with pytest.raises(ValueError, match=r"prompt_logprobs=1, .* prefilled has none of prompts"):
         jspec.generate(tiny, [[1, 2]], params, prefilled=state, draft=None)
 
 

@@ -82,8 +82,9 @@ def plain(layered):
     return generate(layered, prompts(), PARAMS, draft=None).tokens
 
 
-def known(answers) -> Known:
-    texts = [[*text, *tokens] for text, tokens in zip(prompts(), answers, strict=True)]
+def known(answers, texts=None) -> Known:
+    pairs = zip(prompts() if texts is None else texts, answers, strict=True)
+    texts = [[*text, *tokens] for text, tokens in pairs]
     longest = max(map(len, texts))
     return Known(tuple(tuple(text + [-1] * (longest - len(text))) for text in texts))
 

@@ -93,11 +93,14 @@ class TargetPass:
         positions: int32 ``[B, T]``: positions of the tokens, -1 for padding.
         hidden: ``[B, T, D]``: the hidden states that the model returned.
         collected: What `Drafter.collect_policy` collected of each layer; None without one.
+        routed_experts: int32 ``[B, T, mixtures, c]``: the experts of the tokens; None where
+            `DecodeState.routed_experts` is False.
     """
 
     positions: Array
     hidden: Array
     collected: Any = None
+    routed_experts: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
