@@ -20,7 +20,6 @@ from bench.report.runs import Run
 from bench.report.whole import COLUMNS, NOT_MEASURED
 from bench.table import number
 from bench.tune import points_of
-from jspec import tuned
 from jspec.ops import registry
 
 NEAR = 1.03  # times of the fastest backend
@@ -427,12 +426,11 @@ def defaults(runs: Sequence[Run]) -> str:
     for operation in registry.operations():
         for card in cards(runs):
             of_card = [run for run in runs if run.card == card]
-            table_of_card = tuned.nearest(of_card[0].device, (9, 0), list(tuned.tables().values()))
             rows = [row for run in of_card for row in run.rows if row.get("sizes")]
             costs = {}
             for point in points_of(rows, operation):
-                order = table_of_card.order(operation.name, point.sizes) or operation.default_order
-                costs[case_words(point.sizes)] = point.cost(order)
+                order = of_card[0].table.order(operation.name, point.sizes)
+                costs[case_words(point.sizes)] = point.cost(order or operation.default_order)
             if costs:
                 worst = max(costs, key=costs.__getitem__)
                 near = sum(cost <= NEAR for cost in costs.values())

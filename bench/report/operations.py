@@ -68,8 +68,8 @@ class Cases:
                 yield Line(self._cells(run, words, rows))
 
     def points(self, run: Run) -> list[Point]:
-        """The cases of a run in which `implementation=None` has a time."""
-        every = by_case(run.rows, self.operation)
+        """The cases of a run in which what `implementation=None` takes today has a time."""
+        every = [_as_today(run, x) for x in by_case(run.rows, self.operation)]
         return [(x[0]["case"], x) for x in every if any(row.get("chosen") for row in x)]
 
     def _cells(self, run: Run, case: str, rows: Sequence[Row]) -> dict[str, str]:
@@ -100,6 +100,17 @@ def _slowest(rows: Sequence[Row]) -> float | None:
     """The lowest of the speeds over the fastest of each kind of others."""
     speeds = [_over(rows, is_other) for is_other in OTHERS.values()]
     return min((speed for speed in speeds if speed is not None), default=None)
+
+
+def _as_today(run: Run, rows: list[Row]) -> list[Row]:
+    """The rows of a case, of which that is chosen which today's order has first; as they are where
+    they do not say their sizes, or none of the order has a row."""
+    sized = next((row for row in rows if "sizes" in row), None)
+    order = sized and run.table.order(sized["operation"], sized["sizes"])
+    first = next((x for x in order or () if any(row["name"] == x for row in rows)), None)
+    if first is None:
+        return rows
+    return [row | {"chosen": row["name"] == first} for row in rows]
 
 
 def _chosen(rows: Sequence[Row]) -> Row:

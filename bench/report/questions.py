@@ -114,9 +114,10 @@ QUESTIONS = (
     Question(
         "Verification and packing",
         ("verify", "pack", "fused", "sampling"),
-        "What `implementation=None` takes, median device time, against PyTorch, FlashInfer, pairs "
-        "of kernels in two steps and jspec's other kernels. Lengths from Binomial(gamma, alpha), "
-        "vocabulary 4096; bfloat16; verify_stochastic: gamma 5, L2 cold. No model.",
+        "What `implementation=None` takes by today's orders, median device time, against PyTorch, "
+        "FlashInfer, pairs of kernels in two steps and jspec's other kernels. Lengths from "
+        "Binomial(gamma, alpha), vocabulary 4096; bfloat16; verify_stochastic: gamma 5, L2 cold. "
+        "No model.",
         operations.verify_lines,
         3,
         ("{operation}, {case}", "{us} us", "{over the best rival}"),

@@ -10,6 +10,7 @@ from typing import Any
 from bench import show
 from bench.earlier import as_today
 from bench.report import real_cells
+from jspec import tuned
 
 # Suites whose results of one folder are one result.
 JOINED = {"real": real_cells.joined}
@@ -40,6 +41,14 @@ class Run:
         """``H200`` for a result of an NVIDIA H200."""
         match = re.match(r"NVIDIA (\S+)", self.device)
         return match[1] if match else self.device
+
+    @property
+    def table(self) -> tuned.Table:
+        """Today's orders of backends on its device."""
+        tables = tuned.tables()
+        if self.device == tuned.CPU:
+            return tables[tuned.CPU]
+        return tuned.nearest(self.device, (9, 0), list(tables.values()))
 
 
 def read(results: Path) -> list[Run]:

@@ -8,6 +8,8 @@ from bench import report
 from bench.report import operations, steps, systems
 from bench.report.questions import QUESTIONS
 from bench.report.runs import Run
+from jspec import tuned
+from jspec.tuned import Rule, Table
 
 
 def run(rows, suite="suite", name="", device="NVIDIA A", **rest):
@@ -17,6 +19,22 @@ def run(rows, suite="suite", name="", device="NVIDIA A", **rest):
 def timed(operation, case, name, microseconds, **rest):
     row = {"operation": operation, "case": case, "name": name, "checked": True, "bytes": None}
     return row | {"backend": True, "device_ns": [1000 * microseconds] * 3} | rest
+
+
+def test_an_old_run_is_read_by_todays_order(monkeypatch):
+    """The run chose pallas; today's order has a backend that did not run first, then triton.
+    Without sizes the choice of the run stands."""
+    take = ["cuda", "triton", "pallas"]
+    table = Table("a", "NVIDIA A", (9, 0), True, {"attention": [Rule({}, take)]}, {})
+    monkeypatch.setattr(tuned, "tables", lambda: {"a": table})
+    cases = operations.Cases("attention", [])
+    for sizes, chosen in (({"sizes": {"batch": 1}}, "triton"), ({}, "pallas")):
+        rows = [
+            timed("attention", {"B": 1}, name, time, chosen=name == "pallas", **sizes)
+            for name, time in (("triton", 1), ("pallas", 2))
+        ]
+        ((_, of_case),) = cases.points(run(rows))
+        assert [row["name"] for row in of_case if row["chosen"]] == [chosen]
 
 
 def test_an_operation_is_a_headline_where_none_takes_a_backend():
