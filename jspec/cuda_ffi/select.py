@@ -17,6 +17,9 @@ from jspec.ops.selection import selected_like
 from jspec.typing import Array
 
 MIN_CHUNK, MAX_CHUNK = 1024, 32768  # slots of a row that a block takes
+# Slots that a block can hold, and blocks that can work together on a row, as in src/select/plan.h.
+MAX_HELD, MAX_TOGETHER = 16384, 8
+LEAST_HELD = 4096  # slots of a block that works together with others
 MAX_SLOTS = 2**30  # of a row, and of a selection
 MAX_BINS = 4096  # of a histogram
 
@@ -26,7 +29,8 @@ class Cut:
     """How rows are divided on a GPU, in powers of 2 in 256..32768.
 
     Attributes:
-        counted: slots that a block counts; if they are a whole row, one block does all of it.
+        counted: slots that a block counts; if it holds their keys and `MAX_TOGETHER` such blocks a
+            row, one launch does all of it.
         collected: slots from which a block collects the selected ones, at least ``counted``.
     """
 
@@ -41,11 +45,21 @@ class Cut:
 
 def selection_cut(rows: int, n: int) -> Cut:
     """How to divide ``rows`` of ``n`` scores each among the blocks of a GPU."""
-    if n <= MAX_CHUNK:
-        size = max(256, 1 << max(n - 1, 0).bit_length())
+    most = multiprocessors()
+
+    def blocks(size: int) -> int:
+        return rows * -(-n // size)
+
+    whole = max(256, 1 << max(n - 1, 0).bit_length())
+    size = min(whole, MAX_HELD)
+    if n <= MAX_HELD or (n <= MAX_HELD * MAX_TOGETHER and 2 * blocks(size) <= 3 * most):
+        # Clusters start late: many small ones cost more than they share.
+        while size > LEAST_HELD and n <= size // 2 * MAX_TOGETHER and 4 * blocks(size) <= most:
+            size //= 2
         return Cut(size, size)
-    size = MAX_CHUNK
-    while size > MIN_CHUNK and rows * -(-n // size) < 1.5 * multiprocessors():
+    size = min(whole, MAX_CHUNK)
+    # Chunks that a cluster would hold would go to one.
+    while size > MIN_CHUNK and n > size // 2 * MAX_TOGETHER and blocks(size) < 1.5 * most:
         size //= 2
     return Cut(size, size)
 
@@ -66,7 +80,8 @@ def workspace_words(keys: int, n: int, cut: Cut) -> int:
     words = 4
     if chunks > 1:
         words += chunks * (bins[0] + 64) // 2
-    return words + (2 * (-(-n // 4) * 4) if len(bins) > 1 else 0)
+    listed = len(bins) > 1 and (chunks > 1 or cut.counted > MAX_HELD)
+    return words + (2 * (-(-n // 4) * 4) if listed else 0)
 
 
 def keys_of(dtype: Any, highest: int | None) -> int:

@@ -74,7 +74,7 @@ int main() {
                            {10, 40000, 2048, 0, 3},
                            {5, 70001, 30000, 1, 1}};
   for (const auto& s : shapes) {
-    for (const int chunk : {256, 1024, 4096, 32768}) {
+    for (const int chunk : {256, 1024, 4096, 16384, 32768}) {
       for (const Scores type : types) {
         try_select(type, -1, s[0], s[1], s[2], s[3], s[4], {chunk, chunk});
         try_select(type, -1, s[0], s[1], s[2], s[3], s[4], {std::min(chunk, 512), chunk});

@@ -158,3 +158,16 @@ def test_a_million_slots_and_a_budget_of_16384(backend):
     got = np.asarray(run(backend, arguments, k=k, sinks=0, recent=0, highest=None))
     expected = np.sort(np.argsort(-scores[0, :length], kind="stable")[:k])
     np.testing.assert_array_equal(got[0], expected)
+
+
+# A block for a row, a cluster for a row, a block that lists, and chunks.
+@pytest.mark.parametrize(("rows", "n"), [(3, 1000), (2, 30_720), (130, 17_000), (1, 140_000)])
+def test_every_way_to_divide_rows_on_a_gpu(rows, n):
+    rng = np.random.default_rng(n)
+    scores = np.round(rng.standard_normal((rows, n)) * 8).astype(np.float32) / 8  # with ties
+    lengths = rng.integers(n // 2, n + 1, rows, np.int32)
+    arguments = (jnp.asarray(scores), jnp.full(rows, 700, jnp.int32), jnp.asarray(lengths))
+    static = {"k": 700, "sinks": 4, "recent": 9, "highest": None}
+    got = run("cuda", arguments, **static)
+    expected = by_sorting(scores, np.full(rows, 700), lengths, k=700, sinks=4, recent=9)
+    np.testing.assert_array_equal(got, expected)

@@ -30,11 +30,19 @@ void allow_shared_memory(Kernel kernel, int bytes) {
   }
 }
 
-// Launches `kernel`, which calls wait_for_kernels_ahead() in every thread. `early`: it may start
-// before the kernel ahead of it, one of the same call, has ended.
+// Of the device that launches go to.
+inline int multiprocessors() {
+  int device, count;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+// Launches `kernel`, which calls wait_for_kernels_ahead() in every thread, in clusters of so many
+// blocks. `early`: it may start before the kernel ahead of it, one of the same call, has ended.
 template <typename... Parameters>
-const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads, int bytes,
-                          bool early, Stream stream, const Parameters&... arguments) {
+const char* launch_clusters(void (*kernel)(Parameters...), int cluster, int blocks, int threads,
+                            int bytes, bool early, Stream stream, const Parameters&... arguments) {
   allow_shared_memory(kernel, bytes);
   if (early) {
     int device, major;
@@ -47,13 +55,28 @@ const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = early;
+  cudaLaunchAttribute attributes[2]{};
+  if (early) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
+  config.attrs = attributes;
   cudaLaunchKernelEx(&config, kernel, arguments...);
   return launch_error();
+}
+
+// The same, without clusters.
+template <typename... Parameters>
+const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads, int bytes,
+                          bool early, Stream stream, const Parameters&... arguments) {
+  return launch_clusters(kernel, 1, blocks, threads, bytes, early, stream, arguments...);
 }
 
 }  // namespace jspec

@@ -43,6 +43,34 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) 
       : "memory");
 }
 
+// A barrier of the threads of a cluster, in two parts: what threads stored before they arrived, in
+// shared memory of any of its blocks, is seen by those that have waited.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The address in block `block` of the cluster that `shared` is in this one.
+__device__ __forceinline__ uint32_t address_in(int block, const void* shared) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(shared)), "r"(block));
+  return address;
+}
+
+__device__ __forceinline__ uint2 load_in(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+               : "=r"(x.x), "=r"(x.y)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 // A barrier of two warpgroups, by number.
 __device__ __forceinline__ void named_barrier_sync(int barrier) {
   asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "n"(2 * kWarpgroup) : "memory");

@@ -29,12 +29,10 @@ __device__ __forceinline__ void add_segments(const uint32_t* counters, int segme
   }
 }
 
-// Among `count` sums of slots, at most 64, the last one that with all behind it reaches `need`, by
-// one warp: its place, and the sum of what lies behind. `behind` is the sum behind the last.
-__device__ __forceinline__ int2 pick(const uint32_t* sums, int count, uint32_t behind,
-                                     uint32_t need) {
+// Among 64 sums of slots, of which a lane of a warp has two, the last one that with all behind it
+// reaches `need`: its place, and the sum of what lies behind. `behind` is the sum behind the last.
+__device__ __forceinline__ int2 pick(uint32_t x, uint32_t y, uint32_t behind, uint32_t need) {
   const int at = 2 * (threadIdx.x % 32);
-  const uint32_t x = at < count ? sums[at] : 0, y = at + 1 < count ? sums[at + 1] : 0;
   const uint32_t from = behind + suffix_sum(x + y), after = from - x - y;
   // The last pair that reaches it holds the place.
   const unsigned reaching = __ballot_sync(kAllLanes, from >= need);
@@ -51,8 +49,11 @@ __device__ __forceinline__ Found find(const uint32_t* counters, int bins, int ne
   add_segments(counters, bins / 64, totals);
   __syncthreads();
   if (threadIdx.x < 32) {
-    const int2 segment = pick(totals, bins / 64, 0, need);
-    const int2 digit = pick(counters + segment.x * 64, 64, segment.y, need);
+    const int at = 2 * (threadIdx.x % 32), segments = bins / 64;
+    const int2 segment = pick(at < segments ? totals[at] : 0,
+                              at + 1 < segments ? totals[at + 1] : 0, 0, need);
+    const uint32_t* fine = counters + segment.x * 64 + at;
+    const int2 digit = pick(fine[0], fine[1], segment.y, need);
     if (threadIdx.x == 0) shared = {segment.x * 64 + digit.x, need - digit.y, digit.y};
   }
   __syncthreads();

@@ -1,7 +1,18 @@
 // Selection on a GPU. docs/selection.md says why it is exact.
-#include "select/take.cuh"
+#include "select/together.cuh"
 
 namespace jspec {
+namespace {
+
+bool has_clusters() {
+  int device, major;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major >= 9;
+}
+
+}  // namespace
+
 const char* select(const Select& select, const Cut& cut, void* workspace, Stream stream) {
   const Rows& rows = select.rows;
   const Plan plan(keys_of(select), rows.n, cut);
@@ -11,6 +22,10 @@ const char* select(const Select& select, const Cut& cut, void* workspace, Stream
         rows.n % vector == 0 && reinterpret_cast<uint64_t>(select.scores) % 16 == 0;
     const Work work{select.scores, rows.n, aligned, rows,
                     plan,          cut,    static_cast<uint32_t*>(workspace)};
+    if (plan.held && (plan.chunks == 1 || has_clusters())) {
+      return launch_clusters(held_kernel<decltype(key)>, plan.chunks, rows.rows * plan.chunks,
+                             kThreads, 0, false, stream, work, key);
+    }
     if (plan.chunks == 1) {
       row_kernel<<<rows.rows, kThreads, 0, stream>>>(work, key);
       return launch_error();
