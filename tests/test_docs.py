@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = {page.stem: BLOCK.findall(page.read_text()) for page in PAGES}
-# The code of docs/models.md runs in tests/models/test_page.py, which looks at what it defines, that
-# of docs/sharding.md is an example's, and that of docs/index.md is README's.
-ELSEWHERE = ("models", "sharding", "index")
+# The code of docs/models.md and docs/trainers.md runs in tests/models, which looks at what it
+# defines, that of docs/sharding.md is an example's, and that of docs/index.md is README's.
+ELSEWHERE = ("models", "trainers", "sharding", "index")
 EXECUTED = [name for name, code in CODE.items() if code and name not in ELSEWHERE]
 
 
