@@ -56,7 +56,7 @@ class Request:
         # What it asked for of the tokens of each chunk: log-probabilities and experts.
         self._scores: list[tuple[Any, Any]] = []
         self._new_scores: Any = None  # the same of the chunk that is read
-        # Of its prompt, as `Row` has it, until it is read; None before its prefill.
+        # Of its prompt, as `Row` has it, until its first tokens; None before its prefill.
         self._prompt_record: Any = None
         self._offered: tuple[int, ...] = ()  # what the running callback was called with
         self.steps = 0
@@ -95,7 +95,7 @@ class Request:
 
         None before its prompt is prefilled, and unless ``params`` ask.
         """
-        return self._of_prompt.logprobs
+        return self._of_prompt().logprobs
 
     @property
     def routed_experts(self) -> np.ndarray | None:
@@ -104,14 +104,13 @@ class Request:
         An int32 array ``[n - 1, mixtures, c]`` of numpy: of each token those that it took in each
         mixture, best first. None before its prompt is prefilled, and unless ``params`` ask.
         """
-        of_prompt = self._of_prompt.routed_experts
+        of_prompt = self._of_prompt().routed_experts
         if of_prompt is None:
             return None
         return np.concatenate([of_prompt, *(experts for _, experts in self._scores)])
 
-    @property
     def _of_prompt(self) -> PromptRecord:
-        """What it asked for of its prompt; nothing before it is prefilled."""
+        """What it asked for of its prompt, off the device; nothing before it is prefilled."""
         if isinstance(self._prompt_record, list):
             self._prompt_record = PromptRecord.joined(self._prompt_record, 0).asked(self.params)
         return self._prompt_record or PromptRecord()
@@ -200,6 +199,8 @@ class Request:
             self._end("stop" if new[-1] in self._stops else "length")
 
     def _append(self, new: tuple[int, ...]) -> None:
+        if new:
+            self._of_prompt()  # frees memory of the device, where this is ready by now
         self._tokens.extend(new)
         self._versions.extend([self._version] * len(new))
         if new and self._new_scores is not None:
