@@ -16,8 +16,12 @@ from jspec.typing import Array
 CHANNELS = (64, 128)  # of a key and of a value
 MAX_LISTED = 65536  # slots of a list, with those of the tail
 MAX_PARTS = 32  # into which they are split
-MAX_CHUNK = MAX_LISTED // MAX_PARTS  # slots of a part, which shared memory has room for
 TILE = 16  # slots
+FEW_ROWS = 8  # T * G up to which a block shares a part, and merges what its warps leave
+# Slots of a part, which shared memory has room for.
+MAX_CHUNK = MAX_LISTED // MAX_PARTS
+MAX_SHARED_CHUNK = 8192
+MAX_BATCH = 65535
 
 
 def gathered_cuda(
@@ -41,8 +45,10 @@ def gathered_cuda(
     blocks = tuned.block("gathered_attention", "cuda", gathered_sizes(q, k, v, positions, selected))
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
-    parts = parts_of(selected.shape[-1] + tail.shape[1], blocks["chunk"])
-    lead = (batch, kv_heads, parts, tokens * heads // kv_heads)
+    rows = tokens * heads // kv_heads
+    max_chunk = MAX_SHARED_CHUNK if rows <= FEW_ROWS else MAX_CHUNK
+    parts = parts_of(selected.shape[-1] + tail.shape[1], min(blocks["chunk"], max_chunk))
+    lead = (batch, kv_heads, parts, rows)
     shapes = (q.shape[:3], (*lead, size), (*lead, 2))
     floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     out, lse, *_ = library.call(
@@ -65,7 +71,7 @@ def parts_of(listed: int, chunk: int) -> int:
     It follows from sizes alone: a row's arithmetic must not depend on its neighbours.
     """
     tiles = -(-listed // TILE)
-    return min(-(-tiles * TILE // min(chunk, MAX_CHUNK)), tiles, MAX_PARTS)
+    return min(-(-tiles * TILE // chunk), tiles, MAX_PARTS)
 
 
 def refuses(
@@ -96,6 +102,8 @@ def refuses(
         return f"q {q.shape}, k {k.shape} or selected {selected.shape} is empty"
     if listed > MAX_LISTED:
         return f"n + m = {listed} slots are over {MAX_LISTED}"
+    if batch > MAX_BATCH:
+        return f"B={batch} is over {MAX_BATCH}"
     if batch * tokens * heads * MAX_PARTS > 2**31 - 1:
         return f"q {q.shape} has more rows than int32 counts in {MAX_PARTS} parts"
     return None

@@ -333,9 +333,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   emulator::shared_bytes = static_cast<int>(config->dynamicSmemBytes);
   emulator::body = [&] { kernel(arguments...); };
   gridDim = config->gridDim, blockDim = config->blockDim;
-  for (unsigned block = 0; block < gridDim.x; ++block) {
-    blockIdx = dim3(block);
-    emulator::run_block(blockDim.x);
+  for (unsigned z = 0; z < gridDim.z; ++z) {
+    for (unsigned y = 0; y < gridDim.y; ++y) {
+      for (unsigned x = 0; x < gridDim.x; ++x) {
+        blockIdx = dim3(x, y, z);
+        emulator::run_block(blockDim.x);
+      }
+    }
   }
   return cudaSuccess;
 }

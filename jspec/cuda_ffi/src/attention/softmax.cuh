@@ -113,6 +113,12 @@ constexpr JSPEC_HOST_DEVICE int channel_of_part(int at) {
   return at / kChunk * kChunk + 8 * pair + 2 * quarter + at % 2;
 }
 
+// The inverse of `channel_of_part`.
+constexpr JSPEC_HOST_DEVICE int place_in_part(int channel) {
+  const int pair = channel % kChunk / 8, quarter = channel % 8 / 2;
+  return channel / kChunk * kChunk + 16 * quarter + 2 * pair + channel % 2;
+}
+
 // Writes a thread's sums of row `kRow` of a chunk of channels to that chunk of a part's row.
 template <int kRow>
 __device__ __forceinline__ void write_part(float* chunk, const float (&out)[32]) {

@@ -41,7 +41,7 @@ inline int multiprocessors() {
 // Launches `kernel`, which calls wait_for_kernels_ahead() in every thread, in clusters of so many
 // blocks. `early`: it may start before the kernel ahead of it, one of the same call, has ended.
 template <typename... Parameters>
-const char* launch_clusters(void (*kernel)(Parameters...), int cluster, int blocks, int threads,
+const char* launch_clusters(void (*kernel)(Parameters...), int cluster, dim3 blocks, int threads,
                             int bytes, bool early, Stream stream, const Parameters&... arguments) {
   allow_shared_memory(kernel, bytes);
   if (early) {
@@ -51,7 +51,7 @@ const char* launch_clusters(void (*kernel)(Parameters...), int cluster, int bloc
     early = major >= 9;
   }
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
@@ -74,7 +74,7 @@ const char* launch_clusters(void (*kernel)(Parameters...), int cluster, int bloc
 
 // The same, without clusters.
 template <typename... Parameters>
-const char* launch_behind(void (*kernel)(Parameters...), int blocks, int threads, int bytes,
+const char* launch_behind(void (*kernel)(Parameters...), dim3 blocks, int threads, int bytes,
                           bool early, Stream stream, const Parameters&... arguments) {
   return launch_clusters(kernel, 1, blocks, threads, bytes, early, stream, arguments...);
 }

@@ -18,6 +18,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// The transpose of a matrix of 8 x 8 numbers of 16 bits, of which lane 4 i + j has those of row i in
+// columns 2 j and 2 j + 1, before and after.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t of_column;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(of_column) : "r"(pair));
+  return of_column;
+}
+
 // Two numbers as bfloat16, `low` in the low half.
 __device__ __forceinline__ uint32_t packed(float low, float high) {
   uint32_t both;

@@ -1,37 +1,20 @@
 // Attention over selected slots of a cache, read in place.
 //
-// A team of one, two or four warps attends to a part of a list: the tail first, then the selection.
-// Each warp has 16 query rows of a head. The team copies keys and values of 16 slots at a time into
-// a ring of tiles in shared memory, several tiles ahead. With one warp per head nothing is shared:
-// warps of neighbouring heads read neighbouring memory of the same slots, and never wait for each
-// other. docs/attention.md says more.
+// A team of one, two or four warps attends to a part of a list. Each warp has 16 query rows of a
+// head. The team copies keys and values of 16 slots at a time into a ring of tiles in shared memory,
+// several tiles ahead. With one warp per head nothing is shared: warps of neighbouring heads read
+// neighbouring memory of the same slots, and never wait for each other. Heads of up to 8 query rows
+// have a kernel of their own in few_rows.cuh. docs/attention.md says more.
 #include <algorithm>
 
 #include "attention/merge.cuh"
-#include "attention/softmax.cuh"
-#include "gathered/gathered.h"
+#include "gathered/few_rows.cuh"
+#include "gathered/part.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr int kTile = 16;      // slots
 constexpr int kWarpRows = 16;  // query rows of a warp
-
-// Bytes of keys and values of a tile. A slot's row has units of 16 bytes, of which unit u of row r
-// is stored as unit u ^ r % 8, so that eight rows of a unit are in different banks.
-template <int kChannels>
-constexpr int kTileBytes = 2 * kTile * kChannels * 2;
-
-template <int kChannels>
-JSPEC_HOST_DEVICE constexpr int place_of(int row, int unit) {
-  return (row * (kChannels / 8) + (unit ^ row % 8)) * 16;
-}
-
-// How many tiles a part has at most.
-JSPEC_HOST_DEVICE inline int max_tiles(const Gathered& g) {
-  const int tiles = (g.tail_count + g.selected_count + kTile - 1) / kTile;
-  return (tiles + g.parts - 1) / g.parts;
-}
 
 template <int kTeam>
 __device__ __forceinline__ void meet(int team) {
@@ -82,80 +65,28 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : 1)
     }
   }
 
-  const int64_t list = int64_t(batch_row) * g.lists + (g.lists > 1 ? head : 0);
-  const int count = g.counts ? min(max(g.counts[list], 0), g.selected_count) : g.selected_count;
-  const int context_len = g.context_len[batch_row];
-  // Entries of the list: the slots of the tail, then those that were selected.
-  const int entries = g.tail_count + count, all_tiles = (entries + kTile - 1) / kTile;
-  const int begin = int64_t(part) * all_tiles / g.parts;
-  const int tiles = int64_t(part + 1) * all_tiles / g.parts - begin;
-
-  char* ring = memory + team * g.stages * kTileBytes<kChannels>;
-  int* listed = reinterpret_cast<int*>(memory +
-                                       kWarps / kTeam * g.stages * kTileBytes<kChannels>) +
-                team * max_tiles(g) * kTile;
-  const int32_t* tail = g.tail + int64_t(batch_row) * g.tail_count;
-  const int32_t* selected = g.selected + list * g.selected_count;
-  // Every load is made, and __ldg says that nothing writes there, so that none waits for another.
-#pragma unroll 4
-  for (int i = thread; i < tiles * kTile; i += kThreads) {
-    const int entry = begin * kTile + i, there = min(entry, entries - 1);
-    const int slot =
-        __ldg(there < g.tail_count ? tail + there : selected + (there - g.tail_count));
-    listed[i] = entry == there ? slot : -1;
-  }
-  // The position of an entry of this part: 0 for one that all queries read, the highest for none.
-  const auto position_at = [&](int at) {
-    const int entry = begin * kTile + at;
-    if (listed[at] < 0) return INT32_MAX;
-    return entry < g.tail_count ? context_len + entry : 0;
-  };
-
+  Part<kChannels, kThreads> list(
+      g, batch_row, head, part, g.parts, memory + team * g.stages * kTileBytes<kChannels>,
+      reinterpret_cast<int*>(memory + kWarps / kTeam * g.stages * kTileBytes<kChannels>) +
+          team * max_tiles(g, g.parts) * kTile,
+      thread);
   int newest = -1;
   for (int i = lane; i < g.tokens; i += 32) newest = max(newest, __ldg(positions + i));
   newest = __reduce_max_sync(kAllLanes, newest);
-  // A slot that no query reads may hold anything, and 0 * NaN is NaN.
-  if (begin * kTile < g.tail_count || newest < 0) {
-    for (int i = thread; i < tiles * kTile; i += kThreads) {
-      if (position_at(i) > newest) listed[i] = -1;
-    }
-  }
+  const int context_len = g.context_len[batch_row];
+  if (list.has_tail() || newest < 0) list.drop_after(newest, context_len);
   meet<kTeam>(team);  // the list is complete
-
-  const int slot_bytes = g.kv_heads * kChannels * 2;
-  const int64_t base = int64_t(batch_row) * g.slots * slot_bytes + head * kChannels * 2;
-  const char* const all_keys = reinterpret_cast<const char*>(g.k) + base;
-  const char* const all_values = reinterpret_cast<const char*>(g.v) + base;
-  int next = 0, next_slot = 0;  // the tile that is copied next, and its place in the ring
-  const auto copy_next = [&] {
-    if (next < tiles) {
-      char* keys = ring + next_slot * kTileBytes<kChannels>;
-      char* values = keys + kTileBytes<kChannels> / 2;
-#pragma unroll
-      for (int i = 0; i < kTile * kUnits / kThreads; ++i) {
-        const int at = (i * kThreads + thread) / kUnits, unit = (i * kThreads + thread) % kUnits;
-        const int slot = listed[next * kTile + at], place = place_of<kChannels>(at, unit);
-        const int64_t from = int64_t(max(slot, 0)) * slot_bytes + unit * 16;
-        copy_async(keys + place, all_keys + from, slot >= 0);
-        copy_async(values + place, all_values + from, slot >= 0);
-      }
-    }
-    commit_copies();  // of nothing too, so that the number of groups does not depend on `tiles`
-    ++next;
-    next_slot = next_slot + 1 == g.stages ? 0 : next_slot + 1;
-  };
-  for (int i = 0; i + 1 < g.stages; ++i) copy_next();
+  list.begin_copies();
 
   float out[kChunks][32] = {};
-  int ring_slot = 0;
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = list.first, at = 0; tile * kTile < list.entries;
+       tile += list.parts, at += kTile) {
     await_copies(g.stages - 2);
     meet<kTeam>(team);  // this tile is there, and the team has read the one before it
-    copy_next();
+    list.copy_next();
     if (first_row >= rows) continue;  // a warp without rows copies only
-    const char* keys = ring + ring_slot * kTileBytes<kChannels>;
+    const char* keys = list.read_next();
     const char* values = keys + kTileBytes<kChannels> / 2;
-    ring_slot = ring_slot + 1 == g.stages ? 0 : ring_slot + 1;
 
     // Two chains of matmuls, as each waits for the one before it.
     float scores[8], halves[2][8] = {};
@@ -171,7 +102,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : 1)
     for (int i = 0; i < 8; ++i) scores[i] = halves[0][i] + halves[1][i];
 
     const auto position_of = [&](int i, int j) {
-      return position_at(tile * kTile + 8 * i + 2 * quarter + j);
+      const int key = 8 * i + 2 * quarter + j;
+      return list.position_at(at + key, tile * kTile + key, context_len);
     };
     uint32_t weights[1][4];
     if (softmax.template weigh<true, 2>(scores, weights, position_of)) {
@@ -210,22 +142,16 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 4 ? 3 : 1)
 template <int kChannels, int kTeam, int kWarps>
 const char* launch_parts(Gathered g, Stream stream) {
   constexpr int kTeams = kWarps / kTeam;
-  int device, limit;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const int list_bytes = kTeams * max_tiles(g) * kTile * 4;
+  const int list_bytes = kTeams * max_tiles(g, g.parts) * kTile * 4;
   const int stage_bytes = kTeams * kTileBytes<kChannels>;
-  const int room = (limit - list_bytes) / stage_bytes;
+  const int room = (shared_limit() - list_bytes) / stage_bytes;
   if (kWarps == 8 && room < kMinStages) return launch_parts<kChannels, kTeam, 4>(g, stream);
   g.stages = std::max(kMinStages, std::min(g.stages, room));
   const int row_tiles = (g.tokens * g.group + kWarpRows * kTeam - 1) / (kWarpRows * kTeam);
   const int items = g.batch * g.parts * row_tiles * g.kv_heads;
-  const auto kernel = gathered_parts<kChannels, kTeam, kWarps>;
-  // So that a multiprocessor has room for several blocks: the L1 cache has nothing to hold.
-  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                       cudaSharedmemCarveoutMaxShared);
-  return launch_behind(kernel, (items + kTeams - 1) / kTeams, kWarps * 32,
-                       g.stages * stage_bytes + list_bytes, false, stream, g);
+  return launch_with_rings(gathered_parts<kChannels, kTeam, kWarps>,
+                           (items + kTeams - 1) / kTeams, kWarps * 32,
+                           g.stages * stage_bytes + list_bytes, stream, g);
 }
 
 template <int kChannels, int kWarps>
@@ -238,7 +164,8 @@ const char* launch_team(const Gathered& g, Stream stream) {
 
 template <int kChannels>
 const char* launch_warps(const Gathered& g, Stream stream) {
-  return (g.warps == 8 ? launch_team<kChannels, 8> : launch_team<kChannels, 4>)(g, stream);
+  if (has_few_rows(g)) return launch_few_rows<kChannels>(g, stream);
+  return (g.warps >= 8 ? launch_team<kChannels, 8> : launch_team<kChannels, 4>)(g, stream);
 }
 
 }  // namespace
@@ -246,6 +173,7 @@ const char* launch_warps(const Gathered& g, Stream stream) {
 const char* gathered_attention(const Gathered& g, Stream stream) {
   const auto launch = g.channels == 64 ? launch_warps<64> : launch_warps<128>;
   if (const char* failed = launch(g, stream)) return failed;
+  if (has_few_rows(g) && g.parts == 1) return nullptr;
   return launch_merge(Merge{g.partial_out, g.partial_sums, g.positions, g.out, g.lse, g.batch,
                             g.tokens, g.kv_heads, g.group, g.parts},
                       g.channels, stream);

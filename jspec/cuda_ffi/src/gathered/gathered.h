@@ -9,6 +9,7 @@ namespace jspec {
 
 constexpr int kMaxListed = 65536;  // slots of a list, with those of the tail
 constexpr int kMinStages = 2, kMaxStages = 8;
+constexpr int kMaxWarps = 16, kMaxBatch = 65535;
 
 struct Gathered {
   const uint16_t* q;           // [batch, tokens, kv_heads, group, channels]
@@ -34,7 +35,8 @@ struct Gathered {
   int32_t tail_count;
   int32_t parts;   // into which a list is split, with the tail
   int32_t stages;  // tiles in shared memory, fewer where there is no room for so many
-  int32_t warps;   // of a block: 4, or 8, and 4 where there is no room for so many
+  int32_t warps;   // of a block, a power of 2, fewer where there is no room for so many; 4 or 8
+                   // for heads of more than 8 query rows
   float scale;
 };
 

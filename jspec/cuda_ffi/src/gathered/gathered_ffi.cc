@@ -23,18 +23,19 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
   const int64_t slots = k[1], kv_heads = k[2], group = kv_heads > 0 ? heads / kv_heads : 0;
   const int64_t rows = tokens * group, count = selected.back(), tail_count = tail[1];
   const int64_t lists = selected.size() == 2 ? 1 : kv_heads;
-  const bool fits = group * kv_heads == heads && rows >= 1 && batch >= 1 && slots >= 1 &&
+  const bool fits = group * kv_heads == heads && rows >= 1 && batch >= 1 && slots >= 1 && batch <= kMaxBatch &&
                     (channels == 64 || channels == 128) && count + tail_count >= 1 &&
                     count + tail_count <= kMaxListed && parts >= 1 && parts <= kMaxParts &&
-                    stages >= kMinStages && stages <= kMaxStages &&
-                    (warps == 4 || warps == 8) && slots <= INT32_MAX &&
+                    stages >= kMinStages && stages <= kMaxStages && warps >= 1 &&
+                    warps <= kMaxWarps && (warps & (warps - 1)) == 0 && slots <= INT32_MAX &&
                     batch * kv_heads * rows * parts <= INT32_MAX && scale > 0;
   if (!fits) {
     return invalid("q ", buffers[0], ", k ", buffers[1], ", selected ", buffers[4], ", tail ",
                    buffers[5], ", scale ", scale, ", ", parts, " parts, ", stages,
                    " stages and ", warps, " warps must have 64 or 128 channels, up to ", kMaxListed,
                    " slots of a list and the tail, a positive scale, up to ", kMaxParts,
-                   " parts, ", kMinStages, " to ", kMaxStages, " stages and 4 or 8 warps");
+                   " parts, ", kMinStages, " to ", kMaxStages, " stages, up to ", kMaxWarps,
+                   " warps, a power of 2, and up to ", kMaxBatch, " batch rows");
   }
   const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32, S32 = ffi::DataType::S32;
   const std::vector<int64_t> cache = {slots, kv_heads, channels};

@@ -30,6 +30,13 @@ inline uint32_t packed_float16(float low, float high) {
   return uint32_t(float16(high)) << 16 | float16(low);
 }
 
+inline uint32_t transposed(uint32_t pair) {
+  const auto all = emulator::warp_values(pair);
+  const int row = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+  const auto at = [&](int i, int j) { return all[4 * i + j / 2] >> 16 * (j % 2) & 0xffff; };
+  return at(column + 1, row) << 16 | at(column, row);
+}
+
 // A copy that was started. Until it is awaited its target is NaN: hardware writes at any moment
 // between.
 struct StartedCopy {
