@@ -276,7 +276,10 @@ enum {
   cudaFuncAttributePreferredSharedMemoryCarveout
 };
 enum { cudaSharedmemCarveoutMaxShared = 100 };
-enum { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum {
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeClusterDimension
+};
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 enum { cudaEnableDefault };
 #define CUDART_VERSION 13000
@@ -288,7 +291,10 @@ enum { cudaEnableDefault };
 
 struct cudaLaunchAttribute {
   int id;
-  struct { int programmaticStreamSerializationAllowed; } val;
+  struct {
+    int programmaticStreamSerializationAllowed;
+    dim3 clusterDim;
+  } val;
 };
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -327,6 +333,9 @@ template <typename... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Parameters&... arguments) {
   const std::lock_guard<std::mutex> lock(emulator::one_at_a_time);
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) emulator::fail("a cluster");
+  }
   if (int(config->dynamicSmemBytes) > emulator::shared_limit()) {
     emulator::fail("too much shared memory");
   }
