@@ -20,7 +20,7 @@ TILE = 16  # slots
 FEW_ROWS = 8  # T * G up to which a block shares a part, and merges what its warps leave
 # Slots of a part, which shared memory has room for.
 MAX_CHUNK = MAX_LISTED // MAX_PARTS
-MAX_SHARED_CHUNK = 8192
+MAX_SHARED_CHUNK = 16384
 MAX_BATCH = 65535
 
 
