@@ -33,6 +33,7 @@ from jspec.policies.collect import run_collecting
 from jspec.policies.dense import DenseAttend
 from jspec.policies.offload import with_room_for_device_rows
 from jspec.policies.policy import with_pages
+from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array, Model
 
 
@@ -167,9 +168,10 @@ def _narrowest_step(
     By two loops of one pass or none: a conditional would copy the cache.
     """
     is_wide = drafted.lengths.any().astype(jnp.int32)
-    zeros = jnp.zeros_like(state.done, jnp.int32)[:, None]
-    packed = jnp.broadcast_to(zeros, (len(zeros), config.gamma + 5))
-    carry = state, _empty_record(models, state, packed, config.gamma + 1)
+    packed = np.zeros((len(state.done), config.gamma + 5), np.int32)
+    record: Any = _empty_record(models, state, packed, config.gamma + 1)
+    # Inside a caller's `jax.shard_map`, what the passes record differs between devices.
+    carry = state, varying_over(varying_axes(state.done), record)
     for step, begin, end in ((_plain_step, is_wide, 1), (_verified_step, 0, is_wide)):
         carry = lax.fori_loop(
             begin, end, lambda _, carry, step=step: step(config, models, carry[0], drafted), carry
@@ -191,7 +193,7 @@ def _plain_step(
     return state, StepRecord(jnp.concatenate([record.packed, padding], axis=1), *others)
 
 
-def _empty_record(models: Models, state: DecodeState, packed: Array, tokens: int) -> StepRecord:
+def _empty_record(models: Models, state: DecodeState, packed: Any, tokens: int) -> StepRecord:
     """``packed`` and zeros for so many tokens a row, in the structure of the state's records."""
     shape = len(state.tokens), tokens
     logprobs = None if state.logprobs is None else Logprobs.empty(shape, state.logprobs)

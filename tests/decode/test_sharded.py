@@ -42,8 +42,8 @@ def rows_mesh(kind: AxisType) -> jax.sharding.Mesh:
 @both_kinds
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_passes_the_check_of_shard_map(name, kind, tiny, other):
-    """Traced alone: the check is one of types."""
-    mesh, mode = rows_mesh(kind), MODES[list(DRAFTERS).index(name) % 3]
+    """Traced alone, with log-probabilities: the check is one of types."""
+    mesh, mode = rows_mesh(kind), MODES[list(DRAFTERS).index(name) % 3] | {"logprobs": 1}
     config = config_of(DRAFTERS[name])
     models = jspec.Models(tiny, other if name == "model" else None)
     texts = prompts(LENGTHS, vocabulary=41)
