@@ -196,7 +196,7 @@ ON_A_MESH = [
     *product(B=(1,), S=("1024K",), heads=("8/1",), T=(1,)),
 ]
 SMALL_SELECTIONS = [  # at 7 % of the context, as Vegas selects
-    *product(B=(96,), S=("7K",), n=(512,), heads=("9/3",), H=(64,)),
+    *product(B=(12, 96), S=("7K",), n=(512,), heads=("9/3",), H=(64,)),
     *product(B=(12,), S=("2K",), n=(144,), heads=("9/3",), H=(64,)),
     *product(B=(16, 64), S=("30K",), n=("2K",), heads=("14/2",), H=(64,)),
     *product(B=(64,), S=("8K",), n=(576,), heads=("16/8",)),
