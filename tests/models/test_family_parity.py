@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jspec import SelfDraft, load_model
+from jspec import NgramDraft, SamplingParams, SelfDraft, generate, load_model
 from jspec.policies import Streaming
 from tests.models import goldens
 from tests.models.helpers import logits_of, one_pass
@@ -102,6 +102,23 @@ FIRST = {family: name for name, (family, _) in reversed(VARIANTS.items())}
 def test_greedy_generation(tmp_path, name):
     theirs, ours = saved(tmp_path, *VARIANTS[name], seed=len(name))
     assert_generates_alike(theirs, ours, None, SelfDraft(Streaming(sinks=4, window=16)))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe-layers", "qwen3_moe-windows"])
+def test_routed_experts(tmp_path, name):
+    """Those of prompts and accepted tokens are the likeliest by transformers' router logits."""
+    torch = pytest.importorskip("torch")
+    theirs, ours = saved(tmp_path, *VARIANTS[name], seed=len(name))
+    prompts = [[*range(3, 14), *range(3, 14)], [7]]
+    params = SamplingParams(24, temperature=1.0, seed=1, ignore_eos=True, routed_experts=True)
+    draft = NgramDraft(min_match=1)
+    got = generate(ours, prompts, params, draft=draft, gamma=3, prefill_chunk=8)
+    assert got.stats.accepted < got.stats.drafted
+    for text, new, experts in zip(prompts, got.tokens, got.routed_experts, strict=True):
+        tokens = torch.tensor([[*text, *new][:-1]])
+        routers = theirs(tokens, output_router_logits=True).router_logits
+        chosen = [logits.topk(experts.shape[2]).indices.numpy() for logits in routers]
+        np.testing.assert_array_equal(experts, np.stack(chosen, axis=1))
 
 
 def test_documented_differences(tmp_path):
