@@ -12,6 +12,7 @@ import numpy as np
 
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend, named_backend
+from jspec.gpu import gpu_in_use
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_xla, on_a_mesh
 from jspec.ops.linear_chain import Arrays, chain_shapes, one_by_one
@@ -23,6 +24,8 @@ from jspec.typing import Array
 GROUP, INT8_GROUP = 32, 16  # the inputs are a multiple of it
 MAX_ROWS, MAX_INPUTS = 24, 2**20
 SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
+# At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS.
+TILE_ROWS, TILE_INPUTS = 128, 2**15
 
 
 def linear_cuda(
@@ -91,11 +94,17 @@ def refuses(
         return CENTERED
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     columns = math.prod(kernel.shape) // max(inputs, 1)
-    if not 1 <= rows <= MAX_ROWS:
-        return f"it takes 1 to {MAX_ROWS} rows, and there are {rows}"
+    max_rows = MAX_ROWS if transposed or is_quantized else TILE_ROWS
+    if not 1 <= rows <= max_rows:
+        return f"it takes 1 to {max_rows} rows, and there are {rows}"
+    gpu = gpu_in_use()
+    if rows > MAX_ROWS and gpu is not None and gpu[1] != (9, 0):
+        capability = ".".join(map(str, gpu[1]))
+        return f"{rows} rows need compute capability 9.0, and {gpu[0]} has {capability}"
     group = {4: BLOCK, 8: INT8_GROUP}.get(weight_bits(kernel), GROUP)
-    if not 1 <= inputs <= MAX_INPUTS or inputs % group:
-        return f"{inputs} inputs are no multiple of {group} up to {MAX_INPUTS}"
+    max_inputs = MAX_INPUTS if rows <= MAX_ROWS else TILE_INPUTS
+    if not 1 <= inputs <= max_inputs or inputs % group:
+        return f"{inputs} inputs are no multiple of {group} up to {max_inputs}"
     if not (transposed or is_quantized) and (not columns or columns % (16 if gated else 8)):
         return f"kernel {kernel.shape} does not have its columns in eights"
     if (gated and transposed) or not 1 <= columns <= 2**20:

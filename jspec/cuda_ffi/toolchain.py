@@ -26,12 +26,16 @@ FLAGS = {
     ),
     "cpu": ("-std=c++17", "-O2", "-fPIC", "-shared", "-w"),
 }
-# GPUs that CUDA kernels are compiled for, and of subjects that only some have the instructions for.
+# GPUs that CUDA kernels are compiled for, and of subjects with instructions of Hopper alone.
 GPUS = (
     *"-gencode arch=compute_80,code=sm_80 -gencode arch=compute_89,code=sm_89".split(),
     *"-gencode arch=compute_90,code=[sm_90,compute_90]".split(),
 )
-SOME_GPUS = {"attention": ("-gencode", "arch=compute_90a,code=sm_90a")}
+HOPPER = ("-gencode", "arch=compute_90a,code=sm_90a")
+SOME_GPUS = {
+    "attention": HOPPER,
+    "linear": (*GPUS[:4], *HOPPER, "-gencode", "arch=compute_90,code=compute_90"),
+}
 LONGEST = 1800  # seconds that a compiler may take
 CXX_WAY_OUT = "install g++ or clang++, or name one in CXX"
 

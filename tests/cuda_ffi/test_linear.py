@@ -1,4 +1,4 @@
-"""Products of a few rows: the CUDA kernel on a GPU, its twin on a CPU."""
+"""Products of a few rows: the CUDA kernels on a GPU, one of them emulated, their twin on a CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import pytest
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.linear import linear_cuda, refuses
 from jspec.ops.quantized import MXFP4
+from tests.cuda_ffi.emulated import emulated
 from tests.ops.test_quantized import numbers
 from tests.parameters import default_run
 from tests.triton.test_linear import arguments, in_double
@@ -38,11 +39,49 @@ CASES = {
 }
 
 
+# Of more rows: tiles of rows and of columns that are whole or not, inputs that steps of 64 do not
+# divide, and more of them than a block has room for. The emulator has 3 multiprocessors: it splits
+# the inputs of a single tile among two, three or four blocks.
+TILES = {
+    "two-blocks": (25, 96, 24, "bfloat16", "norm", "bias"),
+    "three-blocks": (28, 160, 48, "bfloat16", "norm", "gated", "add", "wide"),
+    "four-blocks": (32, 1120, 64, "bfloat16", "norm", "add"),
+    "qkv": (96, 576, 72, "bfloat16", "norm", "wide"),
+    "gate-up": (97, 160, 200, "bfloat16", "norm", "gated", "bias"),
+    "down": (128, 1056, 64, "bfloat16", "add"),
+    "gated-added": (33, 64, 8, "bfloat16", "gated", "add", "wide"),
+    "biased": (64, 1600, 136, "bfloat16", "add", "bias", "norm"),
+}
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    if jax.default_backend() != "cpu":
+        pytest.skip("a GPU runs the kernel itself")
+    return emulated("linear", tmp_path_factory.mktemp("emulated") / "linear.so")
+
+
+@pytest.fixture(params=["library", pytest.param("emulated", marks=pytest.mark.slow)])
+def kernel(request, monkeypatch):
+    """What the backend calls: its library, or the CUDA source on a CPU."""
+    if request.param == "emulated":
+        monkeypatch.setattr(library, "call", request.getfixturevalue("emulator"))
+
+
 def run_or_skip(arrays, settings):
     if reason := library.refusal("linear"):
         pytest.skip(reason)
     assert refuses(*arrays, **settings) is None
     return jax.jit(lambda *arrays: linear_cuda(*arrays, **settings))(*arrays)
+
+
+def assert_equals_the_definition(*case):
+    arrays, settings = arguments(*case)
+    got = run_or_skip(arrays, settings)
+    assert got.dtype == settings["dtype"]
+    want = in_double(arrays, settings)
+    tolerance = 1e-2 if got.dtype == jnp.float32 else 3e-2
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
 # The others have sizes of real models.
@@ -52,12 +91,21 @@ SMALL += ("int8-qkv", "int8-gate-up", "int8-down", "int8-odd", "mxfp4-odd", "mxf
 
 @pytest.mark.parametrize("case", default_run(list(CASES), *SMALL, "many-rows"))
 def test_equals_the_definition(case):
-    arrays, settings = arguments(*CASES[case])
-    got = run_or_skip(arrays, settings)
-    assert got.dtype == settings["dtype"]
-    want = in_double(arrays, settings)
-    tolerance = 1e-2 if got.dtype == jnp.float32 else 3e-2
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+    assert_equals_the_definition(*CASES[case])
+
+
+@pytest.mark.parametrize("case", TILES)
+def test_tiles_equal_the_definition(case, kernel):
+    assert_equals_the_definition(*TILES[case])
+
+
+def test_a_row_that_is_not_finite_stays_alone(kernel):
+    """Its sum of squares comes from a product with the rows next to it."""
+    (x, *others), settings = arguments(*TILES["qkv"])
+    got = run_or_skip((x, *others), settings)
+    spoiled = run_or_skip((x.at[17].set(jnp.nan).at[40, 0, 3].set(jnp.inf), *others), settings)
+    assert np.isnan(spoiled[17]).all()
+    np.testing.assert_array_equal(*(np.delete(y, [17, 40], axis=0) for y in (spoiled, got)))
 
 
 @pytest.mark.parametrize(("scales", "power"), [("small", 30), ("large", -30), ("mixed", 0)])
@@ -105,15 +153,27 @@ def test_a_row_alone_is_the_row_among_others(case):
 @pytest.mark.parametrize(
     ("shape", "change", "reason"),
     [
-        ((25, 64, 8), {}, "it takes 1 to 24 rows, and there are 25"),
+        ((129, 64, 8), {}, "it takes 1 to 128 rows, and there are 129"),
+        ((25, 64, 8), {"transposed": True}, "it takes 1 to 24 rows, and there are 25"),
         ((1, 48, 8), {}, "48 inputs are no multiple of 32 up to 1048576"),
+        ((25, 32800, 8), {}, "32800 inputs are no multiple of 32 up to 32768"),
         ((17, 64, 64), {"transposed": True}, "up to 16 rows and 1024 inputs, and there are 17 and"),
         ((1, 64, 12), {}, "does not have its columns in eights"),
         ((1, 64, 8), {"gated": True, "transposed": True}, "gated=True, transposed=True"),
         ((1, 64, 8), {"dtype": jnp.dtype("float16")}, "the result is of float16"),
         ((1, 64, 8), {"add": jnp.zeros((1, 8))}, "x, kernel, bias, norm or add is not bfloat16"),
     ],
-    ids=["rows", "inputs", "transposed", "columns", "kind", "dtype", "add"],
+    ids=[
+        "rows",
+        "transposed-rows",
+        "inputs",
+        "more-inputs",
+        "transposed",
+        "columns",
+        "kind",
+        "dtype",
+        "add",
+    ],
 )
 def test_refuses_with_a_reason(shape, change, reason):
     rows, inputs, outputs = shape

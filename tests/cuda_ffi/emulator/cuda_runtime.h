@@ -1,10 +1,12 @@
 // CUDA C++ on a CPU, as much as the kernels that are tested so need: every thread of a block is a
-// fiber, and all of them run on one thread of the CPU, each until it has to wait for others. Blocks
-// run one after the other. A block whose threads all wait ends the program.
+// fiber, and all of them run on one thread of the CPU, each until it has to wait for others. The
+// blocks of a cluster run together, clusters one after the other. A cluster whose threads all wait
+// ends the program.
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -35,7 +37,7 @@ struct dim3 {
 };
 struct int2 { int x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
-struct float2 { float x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -56,6 +58,7 @@ constexpr std::common_type_t<A, B> max(A a, B b) {
 namespace emulator {
 
 constexpr int kSharedBytes = 232448, kStackBytes = 1 << 17;
+constexpr int kMostThreads = 4096;  // of a cluster
 inline char* shared_memory = nullptr;  // of kSharedBytes; the program defines it
 inline int shared_bytes = 0;           // of this launch
 
@@ -73,7 +76,8 @@ struct Fiber {
 
 inline std::vector<std::unique_ptr<Fiber>> fibers;
 inline ucontext_t scheduler;
-inline int current = 0;
+inline int current = 0;     // fiber of a cluster
+inline int rank = 0;        // of its block
 inline int64_t events = 0;  // whatever may let another thread go on
 
 [[noreturn]] inline void fail(const char* what) {
@@ -122,20 +126,40 @@ struct Exchange {
   }
 };
 
-inline std::vector<std::unique_ptr<Exchange<32>>> warps;
-inline std::vector<std::unique_ptr<Exchange<128>>> warpgroups;
-inline std::map<int, Meeting> named;
-inline std::vector<std::function<void()>> resets;  // of what ends with a block
-inline std::deque<std::function<void()>> copies_in_flight;
+// What the threads of a block share.
+struct Block {
+  std::vector<std::unique_ptr<Exchange<32>>> warps;
+  std::vector<std::unique_ptr<Exchange<128>>> warpgroups;
+  std::map<int, Meeting> named;
+  std::deque<std::function<void()>> copies_in_flight;
+  std::vector<char> memory;  // while another block of the cluster runs
+
+  explicit Block(int threads) : memory(shared_bytes, char(0xff)) {
+    for (int i = 0; i < threads; i += 32) warps.push_back(std::make_unique<Exchange<32>>());
+    for (int i = 0; i < threads; i += 128) warpgroups.push_back(std::make_unique<Exchange<128>>());
+  }
+};
+
+inline std::deque<Block> blocks;  // of the cluster
+inline Meeting cluster;
+inline std::vector<std::function<void()>> resets;  // of what ends with a cluster
 
 template <typename T>
 auto warp_values(T value) {
-  return warps[threadIdx.x / 32]->all(value, threadIdx.x % 32);
+  return blocks[rank].warps[threadIdx.x / 32]->all(value, threadIdx.x % 32);
 }
 
 template <typename T>
 auto warpgroup_values(T value) {
-  return warpgroups[threadIdx.x / 128]->all(value, threadIdx.x % 128);
+  return blocks[rank].warpgroups[threadIdx.x / 128]->all(value, threadIdx.x % 128);
+}
+
+// Makes `memory` that of another block of the cluster.
+inline void switch_to(int other) {
+  if (other == rank) return;
+  std::memcpy(blocks[rank].memory.data(), shared_memory, shared_bytes);
+  std::memcpy(shared_memory, blocks[other].memory.data(), shared_bytes);
+  rank = other;
 }
 
 inline std::mutex one_at_a_time;
@@ -148,16 +172,14 @@ inline void run_fiber() {
   swapcontext(&fibers[current]->context, &scheduler);
 }
 
-inline void run_block(int threads) {
+// The blocks of a cluster, of which `first` is the first.
+inline void run_cluster(dim3 first, int count, int threads) {
   static std::minstd_rand random;
   std::memset(shared_memory, 0xff, kSharedBytes);  // NaN
-  warps.clear(), warpgroups.clear(), named.clear(), fibers.clear();
+  blocks.clear(), fibers.clear(), cluster = {}, rank = 0;
   for (const auto& reset : resets) reset();
-  for (int i = 0; i < (threads + 31) / 32; ++i) warps.push_back(std::make_unique<Exchange<32>>());
-  for (int i = 0; i < (threads + 127) / 128; ++i) {
-    warpgroups.push_back(std::make_unique<Exchange<128>>());
-  }
-  for (int i = 0; i < threads; ++i) {
+  for (int i = 0; i < count; ++i) blocks.emplace_back(threads);
+  for (int i = 0; i < count * threads; ++i) {
     fibers.push_back(std::make_unique<Fiber>());
     Fiber& fiber = *fibers.back();
     fiber.stack.resize(kStackBytes);
@@ -167,28 +189,50 @@ inline void run_block(int threads) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
   }
+  std::vector<bool> begun(count);
+  bool stuck = true;
   for (int running = threads; running;) {
     const int64_t before = events;
     running = 0;
     // In another order each time, as a kernel may not rely on one.
-    constexpr int kSteps[] = {1, 7, 11, 13, 17, 19};  // no factor of a number of threads
-    const unsigned step = kSteps[random() % 6], first = random() % threads;
-    for (int i = 0; i < threads; ++i) {
-      current = (first + i * step) % threads;
-      if (fibers[current]->ended) continue;
-      threadIdx = dim3(current);
-      swapcontext(&scheduler, &fibers[current]->context);
-      running += !fibers[current]->ended;
+    constexpr int kSteps[] = {1, 11, 13, 17, 19, 23};  // no factor of a number of threads
+    for (int turn = 0, last = random() % count; turn < count; ++turn) {
+      const int block = (turn + last) % count;
+      if (!begun[block]) {  // the next one when all others wait, or before
+        if (!stuck && random() % 64) {
+          running += threads;
+          continue;
+        }
+        begun[block] = true, stuck = false;
+      }
+      switch_to(block);
+      blockIdx = dim3(first.x + rank, first.y, first.z);
+      const unsigned step = kSteps[random() % 6], start = random() % threads;
+      for (int i = 0; i < threads; ++i) {
+        threadIdx = dim3((start + i * step) % threads);
+        current = rank * threads + threadIdx.x;
+        if (fibers[current]->ended) continue;
+        swapcontext(&scheduler, &fibers[current]->context);
+        running += !fibers[current]->ended;
+      }
     }
     const bool waits = events == before;
-    if (!copies_in_flight.empty() && (waits || random() % 64 == 0)) {
-      copies_in_flight.front()();
-      copies_in_flight.pop_front();
-    } else if (running && waits) {
-      fail("all threads wait for each other");
+    bool copies = false;
+    for (int i = 0; i < count; ++i) {
+      auto& in_flight = blocks[i].copies_in_flight;
+      if (in_flight.empty() || !(waits || random() % 64 == 0)) continue;
+      switch_to(i);
+      in_flight.front()();
+      in_flight.pop_front();
+      copies = true;
     }
+    stuck = running && waits && !copies;
+    const bool all_begun = std::find(begun.begin(), begun.end(), false) == begun.end();
+    if (stuck && all_begun) fail("all threads wait for each other");
   }
-  if (!copies_in_flight.empty()) fail("the block ended before its copies");
+  for (const Block& block : blocks) {
+    if (!block.copies_in_flight.empty()) fail("the block ended before its copies");
+  }
   for (int i = shared_bytes; i < kSharedBytes; ++i) {
     if (shared_memory[i] != char(0xff)) fail("a store past the launch's shared memory");
   }
@@ -198,7 +242,9 @@ inline void run_block(int threads) {
 }  // namespace emulator
 
 // Collective functions: of whole warps, whatever the mask, which every caller sets to all lanes.
-inline void __syncthreads() { emulator::named[0].meet(blockDim.x); }
+inline void __syncthreads() {
+  emulator::blocks[emulator::rank].named[0].meet(blockDim.x);
+}
 inline void __syncwarp() { emulator::warp_values(0); }
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
@@ -243,6 +289,8 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename T>
 T __ldg(const T* from) { return *from; }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline int atomicAdd(int* to, int value) { return *to += value, *to - value; }
 inline float __uint_as_float(unsigned bits) {
   float value;
@@ -333,20 +381,22 @@ template <typename... Parameters>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Parameters&... arguments) {
   const std::lock_guard<std::mutex> lock(emulator::one_at_a_time);
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) emulator::fail("a cluster");
-  }
   if (int(config->dynamicSmemBytes) > emulator::shared_limit()) {
     emulator::fail("too much shared memory");
   }
   emulator::shared_bytes = static_cast<int>(config->dynamicSmemBytes);
   emulator::body = [&] { kernel(arguments...); };
   gridDim = config->gridDim, blockDim = config->blockDim;
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) cluster = attribute.val.clusterDim.x;
+  }
+  if (gridDim.x % cluster) emulator::fail("a cluster that is not whole");
   for (unsigned z = 0; z < gridDim.z; ++z) {
     for (unsigned y = 0; y < gridDim.y; ++y) {
-      for (unsigned x = 0; x < gridDim.x; ++x) {
-        blockIdx = dim3(x, y, z);
-        emulator::run_block(blockDim.x);
+      for (unsigned x = 0; x < gridDim.x; x += cluster) {
+        emulator::run_cluster(dim3(x, y, z), cluster, blockDim.x);
       }
     }
   }

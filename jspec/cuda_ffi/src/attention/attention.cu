@@ -10,6 +10,7 @@
 #include "attention/merge.cuh"
 #include "attention/narrow.cuh"
 #include "attention/program.cuh"
+#include "common/tensor_map.cuh"
 
 namespace jspec {
 namespace {
@@ -278,38 +279,20 @@ __global__ void __launch_bounds__(Shape<kChannels, kNarrow>::kThreads, 1)
 
 // How copies find the blocks of a cache. Returns the error's message, or null.
 const char* map_of(const Attention& a, const void* cache, CUtensorMap* map) {
-  void* encode = nullptr;
-  cudaDriverEntryPointQueryResult status;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode,
-                                                             12000, cudaEnableDefault, &status);
-#else
-  const cudaError_t error =
-      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &status);
-#endif
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  if (status != cudaDriverEntryPointSuccess) return "the driver has no cuTensorMapEncodeTiled";
   const cuuint64_t channels = a.channels, heads = a.kv_heads, slots = a.slots;
   const cuuint64_t head_bytes = channels * (a.narrow ? 1 : 2), slot_bytes = heads * head_bytes;
-  const cuuint64_t sizes[] = {channels, heads, slots, cuuint64_t(a.batch)};
-  const cuuint64_t strides[] = {head_bytes, slot_bytes, slots * slot_bytes};
-  const cuuint32_t box[] = {a.narrow ? cuuint32_t(channels) : kChunk, 1, kBlock, 1};
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-      map, a.narrow ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-      const_cast<void*>(cache), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      a.narrow ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? nullptr : "cuTensorMapEncodeTiled refused the cache";
+  const auto type = a.narrow ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return map_tiles<4>(map, type, cache, {channels, heads, slots, cuuint64_t(a.batch)},
+                      {head_bytes, slot_bytes, slots * slot_bytes},
+                      {a.narrow ? cuuint32_t(channels) : kChunk, 1, kBlock, 1},
+                      a.narrow ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 template <int kChannels, bool kNarrow>
 const char* launch_parts(const Attention& a, const CUtensorMap& keys, const CUtensorMap& values,
                          Stream stream) {
-  int device, multiprocessors;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int blocks = std::min(a.batch * a.kv_heads * a.parts, multiprocessors);
+  const int blocks = std::min(a.batch * a.kv_heads * a.parts, multiprocessors());
   constexpr int kBytes = sizeof(Shared<kChannels, kNarrow>) + kAlignment;
   static_assert(kBytes <= 227 * 1024);
   return launch_behind(attention_parts<kChannels, kNarrow>, blocks,

@@ -39,7 +39,8 @@ inline int multiprocessors() {
 }
 
 // Launches `kernel`, which calls wait_for_kernels_ahead() in every thread, in clusters of so many
-// blocks. `early`: it may start before the kernel ahead of it, one of the same call, has ended.
+// blocks that differ in x. `early`: it may start before the kernel ahead of it, one of the same
+// call, has ended.
 template <typename... Parameters>
 const char* launch_clusters(void (*kernel)(Parameters...), int cluster, dim3 blocks, int threads,
                             int bytes, bool early, Stream stream, const Parameters&... arguments) {

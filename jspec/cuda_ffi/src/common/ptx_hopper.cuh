@@ -26,12 +26,16 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 }
 
 // Arrives, and lets the barrier wait for so many bytes too.
-template <int kBytes>
-__device__ __forceinline__ void barrier_expect(uint64_t* barrier) {
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(barrier)),
-               "n"(kBytes)
+               "r"(bytes)
                : "memory");
+}
+
+template <int kBytes>
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier) {
+  barrier_expect(barrier, kBytes);
 }
 
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
@@ -53,6 +57,11 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// Arrives there too, but orders no stores except the initialisation of barriers that was published.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
 // The address in block `block` of the cluster that `shared` is in this one.
 __device__ __forceinline__ uint32_t address_in(int block, const void* shared) {
   uint32_t address;
@@ -69,6 +78,23 @@ __device__ __forceinline__ uint2 load_in(uint32_t address) {
                : "r"(address)
                : "memory");
   return x;
+}
+
+// Starts a store in another block of the cluster, whose barrier waits for its bytes; both addresses
+// are in that block.
+__device__ __forceinline__ void store_in(uint32_t address, float x, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   address),
+               "f"(x), "r"(barrier)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_in(uint32_t address, const float4& x, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+      : "memory");
 }
 
 // A barrier of two warpgroups, by number.
@@ -102,6 +128,21 @@ __device__ __forceinline__ void copy_tile(char* to, const CUtensorMap& from, int
       ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
       "l"(&from), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(full)), "l"(evicted_first)
       : "memory");
+}
+
+// The same of an array of two axes, with no wish of how long the tile stays in the L2 cache.
+__device__ __forceinline__ void copy_tile(char* to, const CUtensorMap& from, int x, int y,
+                                          uint64_t* full) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(&from), "r"(x), "r"(y), "r"(shared_address(full))
+      : "memory");
+}
+
+// Brings a map nearer, before a thread that has to wait needs it.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Two numbers of 8 bits, E4M3, as float16: both formats are exact.
@@ -155,6 +196,27 @@ __device__ __forceinline__ void await_matmul(float (&sum)[32]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_32(JSPEC_READ_WRITE, sum)::"memory");
 }
 
+#define JSPEC_16(x)                                                                              \
+  "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]), \
+      "+f"(x[8]), "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]),    \
+      "+f"(x[15])
+
+// Starts sum += a b of 64 rows, 16 inner and 32 columns of bfloat16; `b` describes [columns, inner].
+__device__ __forceinline__ void add_matmul(float (&sum)[16], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.eq.b32 adds, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, adds, 1, 1, 0;\n}"
+      : JSPEC_16(sum)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void await_matmul(float (&sum)[16]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_16(sum)::"memory");
+}
+
+#undef JSPEC_16
 #undef JSPEC_MULTIPLY
 #undef JSPEC_READ_WRITE
 #undef JSPEC_32

@@ -3,6 +3,7 @@
 // A tile of rows is of one group. The next tile of a group finds its weights in the L2.
 #include <algorithm>
 
+#include "common/dependent.cuh"
 #include "grouped/grouped.h"
 #include "linear/stream.cuh"
 

@@ -1,23 +1,14 @@
-// What the kernels of products of a few rows share: bfloat16, one multiplication, and what follows
+// What the kernels of products of a few rows share: loads, one multiplication, and what becomes of
 // the sums of the warps.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include "common/warp.cuh"
-#include "linear/linear.h"
+#include "linear/finish.cuh"
 
 namespace jspec {
 namespace {
 
 constexpr int kWidth = 16;  // columns of a multiplication
-
-__device__ float wide(uint16_t value) { return __uint_as_float(uint32_t(value) << 16); }
-__device__ uint16_t narrow(float value) {
-  return __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
-__device__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // first + (index << shift), in two instructions and without a register for the product, which a
 // compiler would keep over a loop.
@@ -76,17 +67,6 @@ __device__ void multiply(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b) 
       : "r"(a0), "r"(a1), "r"(b));
 }
 
-__device__ uint32_t scaled(uint32_t pair, uint32_t scale) {
-  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair),
-                                         *reinterpret_cast<const __nv_bfloat162*>(&scale));
-  return *reinterpret_cast<const uint32_t*>(&product);
-}
-
-// Eight inputs, each scaled and rounded.
-__device__ uint4 scaled(const uint4& x, const uint4& by) {
-  return {scaled(x.x, by.x), scaled(x.y, by.y), scaled(x.z, by.z), scaled(x.w, by.w)};
-}
-
 // The sum of the squares of eight inputs.
 __device__ float squared(const uint4& x) {
   float sum = 0;
@@ -94,25 +74,6 @@ __device__ float squared(const uint4& x) {
     sum = fmaf(low(pair), low(pair), fmaf(high(pair), high(pair), sum));
   }
   return sum;
-}
-
-// A value of the result, from the sums of its column on each side. Rounded where a model rounds:
-// after the product, its bias, its activation and the sum. `squares`: of the row; its norm is a
-// factor of the whole of it, so that it can wait for their sum.
-template <int sides>
-__device__ float finished(const Linear& linear, const float (&sums)[sides], float squares,
-                          const float (&factors)[sides], const float (&shifts)[sides],
-                          float added) {
-  const float root = linear.scale ? rsqrtf(squares / linear.inputs + linear.eps) : 1.0f;
-  const auto rounded = [&](float value) { return linear.wide ? value : wide(narrow(value)); };
-  float values[sides];
-#pragma unroll
-  for (int side = 0; side < sides; ++side) {
-    values[side] = rounded(rounded(sums[side] * root * factors[side]) + shifts[side]);
-  }
-  float value = values[0];
-  if constexpr (sides == 2) value = rounded(rounded(value / (1 + expf(-value))) * values[1]);
-  return linear.add ? rounded(added + value) : value;
 }
 
 // Where the warps of a block leave the sums of their shares of the inputs: `first` is shared memory
@@ -199,7 +160,8 @@ struct Results {
       if (row(i) >= linear.rows || column >= linear.outputs) return;
       float totals[sides] = {}, norm = 0;
       parts.add_up(totals, norm, i * apart() + threadIdx.x, row(i));
-      const float value = finished(linear, totals, norm, factors, shifts, added[i]);
+      const float root = root_of(linear, norm);
+      const float value = finished(linear, totals, root, factors, shifts, added[i]);
       const int64_t place = int64_t(row(i)) * linear.outputs + column;
       if (linear.wide) {
         static_cast<float*>(linear.out)[place] = value;

@@ -160,6 +160,7 @@ const char* launch_small(const Linear& linear, bool early, Stream stream) {
 }
 
 const char* launch_any(const Linear& linear, bool early, Stream stream) {
+  if (linear.rows > kMostRows) return linear_hopper(linear, early, stream);
   return is_small(linear) ? launch_small(linear, early, stream)
                           : linear_stream(linear, early, stream);
 }

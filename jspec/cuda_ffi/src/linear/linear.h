@@ -15,6 +15,8 @@ constexpr int kGroup = 32, kInt8Group = 16, kMostRows = 24, kMostInputs = 1 << 2
 constexpr int kBlock = 32;  // inputs that share a scale in MXFP4
 // The most of a product that has all of its weights on their way at once.
 constexpr int kSmallRows = 16, kSmallInputs = 1024;
+// The most rows of weights of 16 bits that are not transposed, and inputs of more than kMostRows.
+constexpr int kTileRows = 128, kTileInputs = 1 << 15;
 
 struct Linear {
   const uint16_t* x;          // [rows, inputs]
@@ -44,5 +46,8 @@ const char* linear_chain(const std::vector<Linear>& links, Stream stream);
 // A product on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
 // `early`: it may start before the kernel ahead of it, one of the same call, has ended.
 const char* linear_stream(const Linear& linear, bool early, Stream stream);
+
+// A product on Hopper of more than kMostRows rows, with weights of 16 bits.
+const char* linear_hopper(const Linear& linear, bool early, Stream stream);
 
 }  // namespace jspec

@@ -33,11 +33,13 @@ struct Product {
     const bool fits = quantized    ? transposed
                       : transposed ? !gated && is_small
                                    : columns % (8 * sides) == 0;
-    if (rows < 1 || rows > kMostRows || inputs < 1 || inputs > kMostInputs || inputs % group ||
+    const int64_t most_rows = quantized || transposed ? kMostRows : kTileRows;
+    const int64_t most_inputs = rows > kMostRows ? kTileInputs : kMostInputs;
+    if (rows < 1 || rows > most_rows || inputs < 1 || inputs > most_inputs || inputs % group ||
         columns < 1 || columns > INT32_MAX / kSmallInputs || columns % sides || !fits) {
       return invalid("x ", buffers[x], ", kernel ", buffers[kernel], ", bits=", bits,
-                     ", gated=", gated, ", transposed=", transposed, " must be 1 to ", kMostRows,
-                     " rows of inputs, a multiple of ", group, " up to ", kMostInputs,
+                     ", gated=", gated, ", transposed=", transposed, " must be 1 to ", most_rows,
+                     " rows of inputs, a multiple of ", group, " up to ", most_inputs,
                      ", and columns in eights unless transposed, as those of 4 and 8 bits are; "
                      "others are transposed for up to ", kSmallRows, " rows of ", kSmallInputs,
                      " inputs, and not gated");

@@ -172,13 +172,5 @@ __device__ __forceinline__ void stream_columns(const Linear& linear, const Sourc
   results.write(linear, reinterpret_cast<float*>(shared), kDepth * bytes / 4, sums, squares);
 }
 
-// Of the device that launches go to.
-inline int multiprocessors() {
-  int device, count;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
 }  // namespace
 }  // namespace jspec

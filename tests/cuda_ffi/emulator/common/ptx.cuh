@@ -46,7 +46,7 @@ struct StartedCopy {
 };
 
 // The groups of each thread, of which the last is open.
-inline std::vector<std::vector<StartedCopy>> copies[1024];
+inline std::vector<std::vector<StartedCopy>> copies[emulator::kMostThreads];
 
 inline const bool has_copies = [] {
   emulator::resets.push_back([] {
@@ -60,13 +60,13 @@ inline void copy_async(void* to, const void* from, bool there) {
     emulator::fail("a copy that is not aligned");
   }
   std::memset(to, 0xff, 16);
-  copies[threadIdx.x].back().push_back({to, from, there});
+  copies[emulator::current].back().push_back({to, from, there});
 }
 
-inline void commit_copies() { copies[threadIdx.x].emplace_back(); }
+inline void commit_copies() { copies[emulator::current].emplace_back(); }
 
 inline void await_copies(int pending) {
-  auto& groups = copies[threadIdx.x];
+  auto& groups = copies[emulator::current];
   while (int(groups.size()) - 1 > pending) {
     for (const StartedCopy& x : groups.front()) {
       if (x.there) std::memcpy(x.to, x.from, 16);
@@ -78,7 +78,7 @@ inline void await_copies(int pending) {
 
 template <int kThreads>
 void barrier_of(int number) {
-  emulator::named[number].meet(kThreads);
+  emulator::blocks[emulator::rank].named[number].meet(kThreads);
 }
 
 template <bool kTransposed>

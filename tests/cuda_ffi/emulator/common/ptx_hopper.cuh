@@ -21,11 +21,13 @@ struct MemoryBarrier {
   }
 };
 
-inline std::map<const void*, MemoryBarrier> memory_barriers;
+// By the rank of the block and the address.
+inline std::map<std::pair<int, const void*>, MemoryBarrier> memory_barriers;
 
-inline MemoryBarrier& memory_barrier(const void* barrier) {
-  if (!memory_barriers.count(barrier)) emulator::fail("a barrier that was not initialised");
-  return memory_barriers[barrier];
+inline MemoryBarrier& memory_barrier(const void* barrier, int rank = emulator::rank) {
+  const auto place = std::make_pair(rank, barrier);
+  if (!memory_barriers.count(place)) emulator::fail("a barrier that was not initialised");
+  return memory_barriers[place];
 }
 
 // Numbers of 8 bits, E4M3, as float16.
@@ -36,12 +38,15 @@ inline uint32_t float16_of(uint32_t pair) {
 // A matmul that was started: of this thread's two rows of the left factor.
 struct StartedMatmul {
   float* sum;
+  int columns;
   float a[2][16];
   uint64_t b;
   bool adds, transposed, float16;
 };
 
-inline std::vector<StartedMatmul> started[1024];
+inline std::vector<StartedMatmul> started[emulator::kMostThreads];
+
+inline int64_t last_meeting[emulator::kMostThreads];  // of the cluster, that each thread came to
 
 inline const bool registered = [] {
   emulator::resets.push_back([] {
@@ -52,27 +57,57 @@ inline const bool registered = [] {
 }();
 
 inline void barrier_init(uint64_t* barrier, int arrivals) {
-  memory_barriers[barrier] = {arrivals, arrivals, 0, 0};
+  memory_barriers[{emulator::rank, barrier}] = {arrivals, arrivals, 0, 0};
 }
 inline void publish_barriers() {}
 inline void barrier_arrive(uint64_t* barrier) { memory_barrier(barrier).change(1, 0); }
+inline void barrier_expect(uint64_t* barrier, int bytes) {
+  memory_barrier(barrier).change(1, bytes);
+}
 template <int kBytes>
 void barrier_expect(uint64_t* barrier) {
-  memory_barrier(barrier).change(1, kBytes);
+  barrier_expect(barrier, kBytes);
 }
 inline void barrier_wait(uint64_t* barrier, uint32_t phase) {
   emulator::wait_until([&] { return memory_barrier(barrier).phase != phase; });
 }
-inline void named_barrier_sync(int barrier) { emulator::named[barrier].meet(2 * kWarpgroup); }
+inline void named_barrier_sync(int barrier) { barrier_of<2 * kWarpgroup>(barrier); }
 template <int kRegisters>
 void release_registers() {}
 template <int kRegisters>
 void take_registers() {}
 inline void publish_stores() {}
 
-// Where the byte `at` of a tile lies whose units are permuted: the bits of its 16-byte unit are
-// changed by those of its row of 128 bytes.
-inline uint32_t swizzled(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
+inline void cluster_arrive_relaxed() {
+  last_meeting[emulator::current] = emulator::cluster.arrive(emulator::fibers.size());
+}
+inline void cluster_wait() {
+  const int64_t number = last_meeting[emulator::current];
+  emulator::wait_until([=] { return emulator::cluster.held > number; });
+}
+
+// Of blocks of a cluster, addresses differ by their high bits.
+constexpr uint32_t kOneBlock = 1 << 20;
+
+inline uint32_t address_in(int block, const void* shared) {
+  if (block < 0 || block >= int(emulator::blocks.size())) emulator::fail("no block of the cluster");
+  return (block + 1) * kOneBlock + shared_address(shared);
+}
+template <typename T>
+void store_in(uint32_t address, const T& x, uint32_t barrier) {
+  const int block = address / kOneBlock - 1, at = address % kOneBlock - 4096;
+  if (block == emulator::rank) emulator::fail("a store in another block that is in this one");
+  if (at % alignof(T)) emulator::fail("a store that is not aligned");
+  std::memcpy(emulator::blocks[block].memory.data() + at, &x, sizeof(T));
+  const char* named = emulator::shared_memory + barrier % kOneBlock - 4096;
+  memory_barrier(named, barrier / kOneBlock - 1).change(0, -int(sizeof(T)));
+}
+
+// Where the byte `at` of a tile lies whose units are permuted: the lowest bits of its 16-byte unit
+// are changed by those of its row of 128 bytes.
+inline uint32_t swizzled(uint32_t at, uint32_t bits = 3) {
+  return at ^ (at >> 7 & ((1 << bits) - 1)) << 4;
+}
 
 inline char* shared_pointer(uint32_t address) { return emulator::shared_memory + address - 4096; }
 
@@ -93,7 +128,7 @@ inline void write_tile(uint32_t begin, const CUtensorMap& from, int x, int y, in
             offset += place[d] * from.strides[d];
           }
           if (inside) std::memcpy(&value, from.data + offset, from.element);
-          const uint32_t to = from.swizzled ? swizzled(begin + at) : begin + at;
+          const uint32_t to = swizzled(begin + at, from.swizzle);
           std::memcpy(shared_pointer(to), &value, from.element);
         }
       }
@@ -108,16 +143,21 @@ inline void copy_tile(char* to, const CUtensorMap& from, int x, int y, int z, in
   const uint32_t begin = shared_address(to);
   if (begin % 1024) emulator::fail("a tile that is not aligned");
   std::memset(to, 0xff, from.element * from.box[0] * from.box[1] * from.box[2] * from.box[3]);
-  emulator::copies_in_flight.push_back([=, map = from] {
+  emulator::blocks[emulator::rank].copies_in_flight.push_back([=, map = from] {
     write_tile(begin, map, x, y, z, w, full);
   });
 }
 
-template <bool kTransposed, bool kFloat16>
-void multiply(float (&sum)[32], const uint32_t (&a)[4], uint64_t b, bool adds) {
+inline void copy_tile(char* to, const CUtensorMap& from, int x, int y, uint64_t* full) {
+  copy_tile(to, from, x, y, 0, 0, full);
+}
+inline void prefetch_map(const CUtensorMap&) {}
+
+template <bool kTransposed, bool kFloat16, int kSums>
+void multiply(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b, bool adds) {
   using Fragment = std::array<uint32_t, 4>;
   const auto fragments = emulator::warpgroup_values(Fragment{a[0], a[1], a[2], a[3]});
-  StartedMatmul started_matmul{sum, {}, b, adds, kTransposed, kFloat16};
+  StartedMatmul started_matmul{sum, 2 * kSums, {}, b, adds, kTransposed, kFloat16};
   const int first = threadIdx.x % kWarpgroup / 4 * 4;
   for (int quarter = 0; quarter < 4; ++quarter) {
     for (int i = 0; i < 4; ++i) {  // register i: row i % 2 of the thread, columns 8 (i / 2) + ...
@@ -128,17 +168,23 @@ void multiply(float (&sum)[32], const uint32_t (&a)[4], uint64_t b, bool adds) {
       }
     }
   }
-  started[threadIdx.x].push_back(started_matmul);
+  started[emulator::current].push_back(started_matmul);
+}
+
+template <int kSums>
+void add_matmul(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b) {
+  multiply<false, false>(sum, a, b, true);
 }
 
 inline void begin_matmul() {}
 inline void end_matmul() {}
 
-inline void await_matmul(float (&)[32]) {
-  for (const StartedMatmul& x : started[threadIdx.x]) {
+template <int kSums>
+void await_matmul(float (&)[kSums]) {
+  for (const StartedMatmul& x : started[emulator::current]) {
     const uint32_t begin = (x.b & 0x3fff) << 4, stride = (x.b >> 32 & 0x3fff) << 4;
     if (x.b >> 62 != 1) emulator::fail("a descriptor without the swizzle of 128 bytes");
-    for (int column = 0; column < 64; ++column) {
+    for (int column = 0; column < x.columns; ++column) {
       if (column / 2 % 4 != int(threadIdx.x % 4)) continue;
       float b[16];
       for (int inner = 0; inner < 16; ++inner) {
@@ -156,7 +202,7 @@ inline void await_matmul(float (&)[32]) {
       }
     }
   }
-  started[threadIdx.x].clear();
+  started[emulator::current].clear();
   __syncwarp();  // it waits for a whole warp's matmuls
 }
 
