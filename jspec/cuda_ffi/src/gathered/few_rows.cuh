@@ -1,8 +1,8 @@
 // Attention over selected slots for heads of up to 8 query rows.
 //
-// The warps of a block share a part of a head's list: each has slots of its own, and the block merges
-// their sums. Keys are the rows of the matmuls and queries the columns, of which there are 8, so that
-// heads of few rows compute little for nothing.
+// The warps of a block share a part of a head's list: each has slots of its own, and the block
+// merges their sums. Keys are the rows of the matmuls and queries the columns, of which there are
+// 8, so that heads of few rows compute little for nothing.
 #pragma once
 
 #include "gathered/part.cuh"
@@ -138,8 +138,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
     }
   }
 
-  await_copies(0);  // of no tile, but they are counted
-  __syncwarp();     // the ring is free, for this warp's sums
+  __syncwarp();  // all lanes have read the last tile: the ring is free for this warp's sums
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -203,8 +202,8 @@ const char* launch_few_rows(Gathered g, Stream stream) {
   g.stages = std::max(kMinStages, std::min(g.stages, room));
   const int bytes = g.warps * (g.stages * kTileBytes<kChannels> + 4 * max_listed);
   const auto kernel = g.warps > 8 ? few_rows_parts<kChannels, 16> : few_rows_parts<kChannels, 8>;
-  return launch_with_rings(kernel, dim3(g.kv_heads, g.parts, g.batch),
-                           g.warps * 32, bytes, stream, g, max_listed);
+  const dim3 blocks(g.kv_heads, g.parts, g.batch);
+  return launch_with_rings(kernel, blocks, g.warps * 32, bytes, stream, g, max_listed);
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // Attention over selected slots of a cache, read in place.
 //
 // A team of one, two or four warps attends to a part of a list. Each warp has 16 query rows of a
-// head. The team copies keys and values of 16 slots at a time into a ring of tiles in shared memory,
-// several tiles ahead. With one warp per head nothing is shared: warps of neighbouring heads read
-// neighbouring memory of the same slots, and never wait for each other. Heads of up to 8 query rows
-// have a kernel of their own in few_rows.cuh. docs/attention.md says more.
+// head. The team copies keys and values of 16 slots at a time into a ring of tiles in shared
+// memory, several tiles ahead. With one warp per head nothing is shared: warps of neighbouring
+// heads read neighbouring memory of the same slots, and never wait for each other. Heads of up to 8
+// query rows have a kernel of their own in few_rows.cuh. docs/attention.md says more.
 #include <algorithm>
 
 #include "attention/merge.cuh"

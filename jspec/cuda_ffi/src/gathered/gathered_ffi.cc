@@ -23,7 +23,8 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
   const int64_t slots = k[1], kv_heads = k[2], group = kv_heads > 0 ? heads / kv_heads : 0;
   const int64_t rows = tokens * group, count = selected.back(), tail_count = tail[1];
   const int64_t lists = selected.size() == 2 ? 1 : kv_heads;
-  const bool fits = group * kv_heads == heads && rows >= 1 && batch >= 1 && slots >= 1 && batch <= kMaxBatch &&
+  const bool fits = group * kv_heads == heads && rows >= 1 && batch >= 1 &&
+                    batch <= kMaxBatch && slots >= 1 &&
                     (channels == 64 || channels == 128) && count + tail_count >= 1 &&
                     count + tail_count <= kMaxListed && parts >= 1 && parts <= kMaxParts &&
                     stages >= kMinStages && stages <= kMaxStages && warps >= 1 &&

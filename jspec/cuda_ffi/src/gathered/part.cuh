@@ -28,13 +28,14 @@ JSPEC_HOST_DEVICE inline int max_tiles(const Gathered& g, int parts) {
   return (tiles + parts - 1) / parts;
 }
 
-// A part of a list, the tail first, which kThreads threads read: every `parts`-th tile. Its slots, and
-// a ring of `g.stages` tiles of keys and values, are in shared memory.
+// A part of a list, the tail first, which kThreads threads read: every `parts`-th tile. Its slots,
+// and a ring of `g.stages` tiles of keys and values, are in shared memory.
 //
 // All that a block does before its first copy delays every one: hence so little arithmetic.
 template <int kChannels, int kThreads>
 struct Part {
-  static constexpr int kUnits = kChannels / 8, kRows = kThreads / kUnits;  // rows of a step of copies
+  static constexpr int kUnits = kChannels / 8;
+  static constexpr int kRows = kThreads / kUnits;  // that all threads copy at once
   const Gathered& g;
   const int thread, first, parts;  // first: the number of the part's first tile in the list
   const int slot_bytes;
@@ -156,8 +157,8 @@ inline int shared_limit() {
   return limit;
 }
 
-// Launches blocks of so many bytes of shared memory, of which a multiprocessor has room for several:
-// the L1 cache has nothing to hold.
+// Launches blocks of so many bytes of shared memory, of which a multiprocessor has room for
+// several: the L1 cache has nothing to hold.
 template <typename... Parameters>
 const char* launch_with_rings(void (*kernel)(Parameters...), dim3 blocks, int threads, int bytes,
                               Stream stream, const Parameters&... arguments) {
