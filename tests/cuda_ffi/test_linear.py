@@ -184,6 +184,17 @@ def test_refuses_with_a_reason(shape, change, reason):
     assert reason in result
 
 
+@pytest.mark.parametrize(("rows", "reason"), [(24, None), (25, "need compute capability 9.0")])
+def test_more_rows_need_hopper(rows, reason, monkeypatch):
+    monkeypatch.setattr("jspec.cuda_ffi.linear.gpu_in_use", lambda: ("NVIDIA B200", (10, 0)))
+    x, kernel = (jnp.zeros(shape, jnp.bfloat16) for shape in ((rows, 64), (64, 8)))
+    settings = {"gated": False, "transposed": False, "dtype": jnp.dtype("float32")}
+    result = refuses(x, kernel, None, None, None, **settings)
+    assert (
+        result is None if reason is None else f"{reason}, and NVIDIA B200 has 10.0" in str(result)
+    )
+
+
 @pytest.mark.parametrize(
     ("dtype", "inputs", "reason"),
     [
