@@ -3,7 +3,7 @@
 // A block has 32 rows and 64 columns of each side. Two warps copy steps of 64 inputs: one the
 // weights, which no kernel ahead writes, and one the rows. Weights are the first factor of the
 // matrix instruction, from registers, where they are scaled for the norm; rows are the second, from
-// shared memory. So a thread has the sums of a column of both sides. Two more warps add up the
+// shared memory. So a thread has the sums of a column of both sides. Four more warps add up the
 // squares of the rows. Blocks of a cluster split the inputs; each adds up the sums of its share of
 // the rows, in one order. docs/matmuls.md says more.
 #include <algorithm>
@@ -23,7 +23,7 @@ constexpr int kSideBytes = kStep * kRowBytes;
 constexpr int kMostDepth = 32;      // slots of steps
 constexpr int kMostCluster = 4;     // blocks
 constexpr int kAlignment = 1024;    // of tiles whose units are permuted
-constexpr int kSquaring = 2;        // warps, which share the inputs of a step
+constexpr int kSquaring = 4;        // warps, which share the inputs of a step
 constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;  // of a block for itself
 enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet };  // barriers of a block, by number
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ float squared(uint32_t pair) {
 }
 
 template <bool gated>
-__global__ void __launch_bounds__(Block<gated>::kNormThreads, 2)
+__global__ void __launch_bounds__(Block<gated>::kNormThreads)
     hopper_kernel(const __grid_constant__ Linear linear, const __grid_constant__ CUtensorMap xs,
                   const __grid_constant__ CUtensorMap kernel,
                   const __grid_constant__ Shares shares) {
@@ -160,14 +160,11 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads, 2)
       barrier_wait(&full[slot], phase);
       const char* rows = shared + slot * Block::kSlotBytes + Block::kWeightBytes;
 #pragma unroll
-      for (int unit = 0; unit < kRowBytes / 16; unit += 2 * kSquaring) {
-#pragma unroll
-        for (int i = 0; i < kEights; i += 2) {
-          uint32_t x[4];
-          load_matrices<false>(x, unit_of(rows, i * 8 + lane % 16, unit + share * 2 + lane / 16));
-          squares[i] += squared(x[0]) + squared(x[2]);
-          squares[i + 1] += squared(x[1]) + squared(x[3]);
-        }
+      for (int i = 0; i < kEights; i += 2) {
+        uint32_t x[4];
+        load_matrices<false>(x, unit_of(rows, i * 8 + lane % 16, share * 2 + lane / 16));
+        squares[i] += squared(x[0]) + squared(x[2]);
+        squares[i + 1] += squared(x[1]) + squared(x[3]);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(&free[slot]);
