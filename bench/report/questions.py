@@ -60,9 +60,9 @@ QUESTIONS = (
         "Real weights in bfloat16, real texts, **acceptance measured**. *plain tok/s*: in brackets "
         "over plain decoding at its byte floor; *vs plain*: while all rows decode; *batch*: until "
         "the slowest row ends. Greedy, then at T=0.8, answers of the fewest tokens measured; a "
-        "speed below 1 is called slower. Attention of 64 channels changed after these runs: of "
-        "later ones, in which plain steps gained more than drafted ones, [the comparison]"
-        "(comparison.md#a-whole-step) has the steps.",
+        "speed below 1 is called slower. Most runs predate today's kernels, by which plain steps "
+        "gain more than drafted ones: [the comparison](comparison.md#a-whole-step) has steps by "
+        "backend.",
         real.speeds,
         4,
         (
@@ -76,7 +76,8 @@ QUESTIONS = (
     Question(
         "Every drafter at the largest batch",
         MODELS,
-        "Acceptance measured: tokens/step, greedy, of answers that do not repeat themselves (in "
+        "Acceptance measured, in the run with most drafters, which may be older than the above: "
+        "tokens/step, greedy, of answers that do not repeat themselves (in "
         "brackets: of all, where those are none); speed over plain decoding, greedy and at T=0.8. "
         "*lossy*: without verification, and the share of plain decoding's tokens up to the first "
         "one that differs.",
@@ -261,7 +262,7 @@ QUESTIONS = (
         "",
         ("helix_shapes",),
         "Whole steps of shapes with fewer KV heads than GPUs, experts or latents, random weights; "
-        "over tensor parallelism, which copies the cache there.",
+        "over tensor parallelism, which copies the cache where there are more GPUs than KV heads.",
         systems.steps_of_shapes,
         5,
         ("{shape}, B={B}, S={S}, {GPUs} GPUs", "{Helix}", "tensor parallel {tensor parallel}"),

@@ -85,7 +85,8 @@ def _rate(row: Row) -> str:
 
 
 def drafters(runs: Sequence[Run]) -> Iterator[Line]:
-    """A line a drafter, for each case with more drafters than everywhere, the fastest first."""
+    """A line a drafter, for each case with more drafters than everywhere, the fastest first: of the
+    run with most of them."""
     lines: dict[str, dict[str, str]] = {}
     for run in runs:
         for pair in pairs(run.result):
@@ -93,11 +94,12 @@ def drafters(runs: Sequence[Run]) -> Iterator[Line]:
                 continue
             at = labels(run.card, pair.case)
             heading = f"{at['card']}, {at['model']}, {rows_of(pair.case)} of {at['context']}"
-            ranked = [row["name"] for cell in pair.cells[:1] for row in cell.ranked]
-            for name in dict.fromkeys([*ranked, *ALL, *BY_HASHES, *LOSSY]):
+            every = [cell.widest for cell in pair.cells]
+            fastest = [row["name"] for cell in every[:1] for row in cell.by_speed]
+            for name in dict.fromkeys([*fastest, *ALL, *BY_HASHES, *LOSSY]):
                 known = [
                     cell
-                    for cell in pair.cells
+                    for cell in every
                     if name in {**cell.drafters, **cell.lossy, **cell.not_timed}
                 ]
                 if known and name != PLAIN:

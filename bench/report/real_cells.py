@@ -38,12 +38,15 @@ class Cell:
 
     @functools.cached_property
     def plain(self) -> Row | None:
-        """Plain decoding, which every run has, of the run that timed more drafters than others."""
+        """Plain decoding of the last run with all usual drafters, else of that with the most."""
         by_run = {row["run"]: row for row in self._timed if row["name"] == PLAIN}
-        drafters = Counter(row["run"] for row in self._timed if row["name"] in DRAFTERS)
-        return max(
-            by_run.values(), key=lambda row: (drafters[row["run"]], row["run"]), default=None
-        )
+
+        def place(run: int) -> tuple[bool, int, int]:
+            timed = {row["name"] for row in self._timed if row["run"] == run}
+            usual = timed.issuperset(FEW)
+            return usual, 0 if usual else len(timed.intersection(DRAFTERS)), run
+
+        return by_run[max(by_run, key=place)] if by_run else None
 
     @functools.cached_property
     def drafters(self) -> dict[str, Row]:
@@ -61,10 +64,22 @@ class Cell:
 
     @functools.cached_property
     def ranked(self) -> list[Row]:
-        """The drafters whose speed over plain decoding is known, the fastest first."""
-        speeds = {name: self.speed(row) for name, row in self.drafters.items()}
-        known = {name: speed for name, speed in speeds.items() if speed is not None}
-        return [self.drafters[name] for name in sorted(known, key=known.__getitem__, reverse=True)]
+        """The drafters of the run of `plain` or later whose speed is known, the fastest first."""
+        since = 0 if self.plain is None else self.plain["run"]
+        return [row for row in self.by_speed if row["run"] >= since]
+
+    @property
+    def by_speed(self) -> list[Row]:
+        """All drafters whose speed over plain decoding in their own run is known."""
+        known = [(x, row) for row in self.drafters.values() if (x := self.speed(row)) is not None]
+        return [row for _, row in sorted(known, key=lambda pair: pair[0], reverse=True)]
+
+    @property
+    def widest(self) -> Cell:
+        """The same cell, where the run of most drafters counts as the last."""
+        counts = Counter(row["run"] for row in self._timed if row["name"] in DRAFTERS)
+        run = max(counts, key=lambda run: (counts[run], run), default=None)
+        return Cell(self.case, sorted(self.rows, key=lambda row: row["run"] == run))
 
     @property
     def not_timed(self) -> dict[str, str]:
@@ -92,10 +107,11 @@ MORE = tuple(name for name in DRAFTERS if name not in FEW)
 
 
 def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several results of one machine as one; the numbers of runs differ between them.
+    """Several results of one machine as one; later runs have higher numbers.
 
     Raises `ValueError` where they are of more than one device.
     """
+    results = sorted(results, key=lambda result: result["machine"]["date"])
     machines = [result["machine"] for result in results]
     devices = {machine["device"] for machine in machines}
     if len(devices) > 1:
@@ -106,8 +122,8 @@ def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for row in result["rows"]:
             number = numbers.setdefault((index, row["run"]), len(numbers))
             rows.append(row | {"run": number})
-    dates = sorted(machine["date"] for machine in machines)
-    date = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    first, last = (machines[i]["date"] for i in (0, -1))
+    date = first if first == last else f"{first} to {last}"
     models = {model["name"]: model for result in results for model in models_of(result)}
     return {
         "suite": "real",

@@ -183,19 +183,23 @@ def shared_steps(runs: Sequence[Run]) -> Iterator[Line]:
 def steps_of_shapes(runs: Sequence[Run]) -> Iterator[Line]:
     """Whole steps of shapes on several devices: the fastest mesh of each strategy."""
     by_size: dict[tuple[str, str, int, int, int], dict[str, tuple[float, str]]] = {}
+    copied = set()  # where tensor parallelism has more devices than KV heads
     for card, row, time in _timed(runs, "step"):
         case = row["case"]
         layers = f", {case['layers']} layers" if case["layers"] else ""
         draft = f", {case['draft']}" if case["draft"] != "plain" else ""
         devices = case["kvp"] * case["tpa"]
         at = (card, f"{case['shape']}{layers}{draft}", devices, case["B"], case["S"])
+        if case["strategy"] == "tp":
+            copied.add(at)
         splits_heads = case["strategy"] == "helix" and case["kvp"] == 1
         name = STRATEGIES["tp"] if splits_heads else _strategy(case)
         words = f"KVP={case['kvp']}, TPA={case['tpa']}"
         words += f", EP={case['ep']}" if case["ep"] > 1 else ""
         cells = by_size.setdefault(at, {})
         cells[name] = min(cells.get(name, (time, words)), (time, words))
-    for (card, shape, devices, batch, slots), times in by_size.items():
+    for at, times in by_size.items():
+        card, shape, devices, batch, slots = at
         cells = {"card": card, "shape": shape, "GPUs": str(devices), "B": str(batch)}
         cells["S"] = kilo(slots)
         base = times.get(STRATEGIES["tp"])
@@ -203,7 +207,7 @@ def steps_of_shapes(runs: Sequence[Run]) -> Iterator[Line]:
             cells[name] = f"{time / 1e3:.2f} ms, {mesh}"
             if base is not None and name != STRATEGIES["tp"]:
                 cells[name] += f", {ratio(base[0] / time)}"
-        yield Line(cells, headline=len(times) > 1)
+        yield Line(cells, headline=slots >= LONG and len(times) > 1 and at in copied)
 
 
 Timed = tuple[str, Row, float]  # card, row and microseconds

@@ -121,6 +121,20 @@ def test_a_lossy_policy_stands_last_and_is_never_the_fastest():
     assert line.cells["fastest"] == "hata 1.60x"
 
 
+def test_the_last_run_with_all_usual_drafters_is_the_headline():
+    """The first has quest, 4x; the second is complete, where plain decoding is faster."""
+    usual = (("ngram", 2), ("suffix", 2), ("vegas", 3))
+    first = [row("none", 4), *(row(x, 4, per_step=n) for x, n in (*usual, ("quest", 4)))]
+    second = [row("none", 2, run=1), *(row(x, 4, per_step=n, run=1) for x, n in usual)]
+    third = [row("none", 8, run=2), row("vegas", 5, per_step=3, run=2)]
+    (line,) = real.speeds([run([*first, *second])])
+    assert line.cells["plain tok/s"] == "8,000 (0.50)"
+    assert (line.cells["fastest"], line.cells["vs plain"]) == ("vegas 1.50x", "1.50x")
+    (line,) = real.speeds([run([*first, *second, *third])])
+    assert line.cells["plain tok/s"] == "8,000 (0.50)"
+    assert ["quest", "4.00; 4.00x"] in [list(x.cells.values()) for x in real.drafters([run(first)])]
+
+
 def test_cells_of_another_gamma_are_no_line_of_the_tables():
     longer = [
         row(x, 2, per_step=n, case=LARGE | {"gamma": 10}) for x, n in (("none", 1), ("vegas", 6))
