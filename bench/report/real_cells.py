@@ -107,7 +107,7 @@ MORE = tuple(name for name in DRAFTERS if name not in FEW)
 
 
 def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several results of one machine as one; later runs have higher numbers.
+    """Several results of one machine as one; later runs have higher numbers, rows their date.
 
     Raises `ValueError` where they are of more than one device.
     """
@@ -121,7 +121,7 @@ def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for index, result in enumerate(results):
         for row in result["rows"]:
             number = numbers.setdefault((index, row["run"]), len(numbers))
-            rows.append(row | {"run": number})
+            rows.append(row | {"run": number, "date": result["machine"]["date"]})
     first, last = (machines[i]["date"] for i in (0, -1))
     date = first if first == last else f"{first} to {last}"
     models = {model["name"]: model for result in results for model in models_of(result)}

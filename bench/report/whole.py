@@ -25,9 +25,11 @@ Notes = dict[tuple[str, str], dict[str, None]]
 
 
 def steps(runs: Sequence[Run]) -> str:
-    """Whole steps by backend: random weights at a model's shape, then real models."""
+    """Whole steps by backend: random weights at a model's shape, then real models, of whose runs
+    on several days the last counts that has more than the default."""
     lines, notes = [], dict[str, Notes]()
     by_case: dict[tuple[str, str], dict[str, str]] = {}
+    real: dict[tuple[str, str], dict[str, dict[str, str]]] = {}  # by date
     for run in runs:
         for row in run.rows:
             if row.get("operation") == "backend" and (cell := _step_cell(row)):
@@ -45,7 +47,12 @@ def steps(runs: Sequence[Run]) -> str:
                     cell = f"{time:.2f} ms"
                     if "floors_ns" in row:
                         cell += f" ({1e6 * time / sum(row['floors_ns'].values()):.2f})"
-                    by_case.setdefault((run.card, words), {}).setdefault(case["backends"], cell)
+                    of_case = real.setdefault((run.card, words), {})
+                    of_case.setdefault(row["date"], {})[case["backends"]] = cell
+    for at, by_date in real.items():
+        for _, cells in sorted(by_date.items()):
+            if set(cells) - {DEFAULT_BACKENDS}:
+                by_case[at] = cells
     for (card, words), cells in by_case.items():
         if set(cells) - {DEFAULT_BACKENDS} and not all(
             x.startswith("needs") for x in cells.values()

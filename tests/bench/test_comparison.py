@@ -146,6 +146,21 @@ def test_steps_say_what_another_backend_ran():
     assert "not measured" in whole.steps([run(refused, suite="decode")])
 
 
+def test_real_steps_by_backend_are_of_one_day():
+    """The last with more than the default, which is faster since."""
+
+    def timed(ms, day, backends):
+        case = {"model": "m", "B": 1, "S": 4096, "sampling": "greedy", "backends": backends}
+        common = {"operation": "real", "name": "none", "checked": True, "date": day, "case": case}
+        return common | {"step_ns": [ms * 10**6] * 3}
+
+    first = [timed(9, "1", "default"), timed(8, "1", "cuda")]
+    second = [timed(6, "2", "default"), timed(7, "2", "cuda")]
+    rows = [timed(5, "3", "default"), *second, *first]
+    (cells,) = lines(whole.steps([run(*rows, suite="real")]))
+    assert cells[2:5] == ["6.00 ms", "not measured", "7.00 ms"]
+
+
 def test_sharded_attention_is_by_kernel_and_by_exchange():
     def attend(microseconds, **case):
         base = {"B": 8, "S": 131072, "heads": "128/8", "T": 1, "kvp": 2, "tpa": 1, "latent": 0}
