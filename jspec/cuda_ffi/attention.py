@@ -23,7 +23,7 @@ MAX_TOKENS = 32  # T
 MAX_PARTS = 128  # into which the slots of a KV head are split
 BLOCK = 128  # keys that a part has at least
 
-# By how much of a part the last program ends after the mean one, as lengths of rows differ.
+# How long after the mean program the last one ends, in parts, as lengths of rows differ.
 SPREAD = 0.2
 
 
@@ -83,13 +83,17 @@ def number_of_parts(heads: int, slots: int, *, programs: int, overhead: int) -> 
     """Into how many parts the kernel splits the keys of a head: with the least estimated time.
 
     Programs take the parts in turn, so a time is that of the program with most of them. It depends
-    on sizes alone: what rows hold, their lengths included, never changes the order of sums.
+    on sizes alone: what rows hold, their lengths included, never changes the order of sums, but the
+    batch and the capacity do.
 
     Args:
-        heads: KV heads of all rows.
+        heads: KV heads of all batch rows.
         slots: S of the cache.
-        programs: that run at a time.
-        overhead: the time that a part costs, in keys that are read meanwhile.
+        programs: How many run at a time.
+        overhead: The time that a part costs, in keys that are read meanwhile.
+
+    Returns:
+        A number from 1 to `MAX_PARTS`, at most one part for each `BLOCK` of slots.
     """
 
     def estimate(parts: int) -> float:

@@ -133,7 +133,7 @@ def test_scores_come_with_the_same_attention(case, kernel):
 
 @by_name([CASES[1], CASES[6], LARGE[0]])
 def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity(case, kernel, monkeypatch):
-    """Where it is split into as many parts."""
+    """If `number_of_parts` is the same, which the batch and the capacity may change."""
     monkeypatch.setattr(kernels, "number_of_parts", lambda *_args, **_sizes: 16)
     skip_large(case)
     x = inputs(case, junk=np.nan)
