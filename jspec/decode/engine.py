@@ -277,7 +277,7 @@ class Engine:
 
     @property
     def model(self) -> Model:
-        """The model that decodes, with the weights of the last `update`; `jspec.score` takes it."""
+        """The model that decodes, with the weights of the last `update`, as for `score_tokens`."""
         return self._options.models.target
 
     @property
