@@ -17,9 +17,9 @@ from jspec.ops.selection import selected_like
 from jspec.typing import Array
 
 MIN_CHUNK, MAX_CHUNK = 1024, 32768  # slots of a row that a block takes
-# Slots that a block can hold, and blocks that can work together on a row, as in src/select/plan.h.
-MAX_HELD, MAX_TOGETHER = 16384, 8
-LEAST_HELD = 4096  # slots of a block that works together with others
+# Slots whose keys fit the registers of a block, and blocks of a cluster, as in src/select/plan.h.
+REGISTER_SLOTS, MAX_CLUSTER = 16384, 8
+MIN_CLUSTER_CHUNK = 4096  # slots of a block in a cluster
 MAX_SLOTS = 2**30  # of a row, and of a selection
 MAX_BINS = 4096  # of a histogram
 
@@ -29,8 +29,8 @@ class Cut:
     """How rows are divided on a GPU, in powers of 2 in 256..32768.
 
     Attributes:
-        counted: slots that a block counts; if it holds their keys and `MAX_TOGETHER` such blocks a
-            row, one launch does all of it.
+        counted: slots that a block counts. Where up to `MAX_CLUSTER` blocks of `REGISTER_SLOTS`
+            or less are a whole row, they are a cluster, and one launch does all of it.
         collected: slots from which a block collects the selected ones, at least ``counted``.
     """
 
@@ -51,15 +51,17 @@ def selection_cut(rows: int, n: int) -> Cut:
         return rows * -(-n // size)
 
     whole = max(256, 1 << max(n - 1, 0).bit_length())
-    size = min(whole, MAX_HELD)
-    if n <= MAX_HELD or (n <= MAX_HELD * MAX_TOGETHER and 2 * blocks(size) <= 3 * most):
+    size = min(whole, REGISTER_SLOTS)
+    if n <= REGISTER_SLOTS or (n <= REGISTER_SLOTS * MAX_CLUSTER and 2 * blocks(size) <= 3 * most):
         # Clusters start late: many small ones cost more than they share.
-        while size > LEAST_HELD and n <= size // 2 * MAX_TOGETHER and 4 * blocks(size) <= most:
+        while (
+            size > MIN_CLUSTER_CHUNK and n <= size // 2 * MAX_CLUSTER and 4 * blocks(size) <= most
+        ):
             size //= 2
         return Cut(size, size)
     size = min(whole, MAX_CHUNK)
-    # Chunks that a cluster would hold would go to one.
-    while size > MIN_CHUNK and n > size // 2 * MAX_TOGETHER and blocks(size) < 1.5 * most:
+    # Not so small that the launch would take a cluster for a row.
+    while size > MIN_CHUNK and n > size // 2 * MAX_CLUSTER and blocks(size) < 1.5 * most:
         size //= 2
     return Cut(size, size)
 
@@ -80,7 +82,7 @@ def workspace_words(keys: int, n: int, cut: Cut) -> int:
     words = 4
     if chunks > 1:
         words += chunks * (bins[0] + 64) // 2
-    listed = len(bins) > 1 and (chunks > 1 or cut.counted > MAX_HELD)
+    listed = len(bins) > 1 and (chunks > 1 or cut.counted > REGISTER_SLOTS)
     return words + (2 * (-(-n // 4) * 4) if listed else 0)
 
 

@@ -5,8 +5,8 @@
 
 namespace jspec {
 
-// Slots whose keys a block can hold, and blocks that can work together on a row.
-constexpr int32_t kHeld = 1 << 14, kMostTogether = 8;
+// Slots whose keys fit the registers of a block, and blocks of a cluster that share a row.
+constexpr int32_t kRegisterSlots = 1 << 14, kMaxClusterBlocks = 8;
 
 // Offsets are in words of 4 bytes from the beginning of a row's part of the workspace.
 //
@@ -22,15 +22,15 @@ struct Plan {
   int64_t list;
   int64_t listed;  // most slots of the list
   int64_t words;   // a row
-  bool held;       // whether so few blocks can hold a row that they may need nothing of this
+  bool fits_registers;  // of a block, or of the blocks of a cluster: they need nothing of this
 
   Plan(int64_t keys, int32_t n, const Cut& cut) : digits(digits_of(keys)) {
     chunks = n > 0 ? (n - 1) / cut.counted + 1 : 1;
-    held = chunks <= kMostTogether && cut.counted <= kHeld;
+    fits_registers = chunks <= kMaxClusterBlocks && cut.counted <= kRegisterSlots;
     found = 0;
     records = found + 4;
     list = records + (chunks == 1 ? 0 : chunks * record_words());
-    listed = digits.levels > 1 && !(held && chunks == 1) ? (int64_t(n) + 3) / 4 * 4 : 0;
+    listed = digits.levels > 1 && !(fits_registers && chunks == 1) ? (int64_t(n) + 3) / 4 * 4 : 0;
     words = list + 2 * listed;
   }
 

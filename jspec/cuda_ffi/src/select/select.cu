@@ -1,5 +1,5 @@
 // Selection on a GPU. docs/selection.md says why it is exact.
-#include "select/together.cuh"
+#include "select/cluster.cuh"
 
 namespace jspec {
 namespace {
@@ -22,8 +22,8 @@ const char* select(const Select& select, const Cut& cut, void* workspace, Stream
         rows.n % vector == 0 && reinterpret_cast<uint64_t>(select.scores) % 16 == 0;
     const Work work{select.scores, rows.n, aligned, rows,
                     plan,          cut,    static_cast<uint32_t*>(workspace)};
-    if (plan.held && (plan.chunks == 1 || has_clusters())) {
-      return launch_clusters(held_kernel<decltype(key)>, plan.chunks, rows.rows * plan.chunks,
+    if (plan.fits_registers && (plan.chunks == 1 || has_clusters())) {
+      return launch_clusters(cluster_kernel<decltype(key)>, plan.chunks, rows.rows * plan.chunks,
                              kThreads, 0, false, stream, work, key);
     }
     if (plan.chunks == 1) {

@@ -7,7 +7,7 @@ namespace jspec {
 
 // Items that a thread holds of a tile: the warps of a block take one run of them each.
 constexpr int kEach = 32, kTile = kEach * kThreads;
-static_assert(kTile == kHeld);
+static_assert(kTile == kRegisterSlots);
 
 // Where item i of a thread lies behind its item 0: vectors of V items, a lane behind the other.
 template <int V>

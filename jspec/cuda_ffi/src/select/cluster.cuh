@@ -1,5 +1,5 @@
-// A selection whose rows are held by a block each, or by a few that work together, a cluster: keys stay
-// in registers, and blocks read each other's histograms in shared memory.
+// Selection among rows whose keys fit the registers of a block, or of the few blocks of a cluster,
+// which read each other's histograms in shared memory.
 #pragma once
 
 #include "common/ptx_hopper.cuh"
@@ -8,7 +8,7 @@
 namespace jspec {
 
 // Shared memory of such a block: a histogram of each digit, and its sums of 64 counts.
-struct Together {
+struct ClusterShared {
   __align__(16) uint32_t counters[kMostBins + 2 * 1024];
   uint32_t totals[3][64];
   uint32_t sums[kWarps];
@@ -16,7 +16,7 @@ struct Together {
 };
 
 // All threads of a cluster meet. Before compute capability 9.0 it is one block.
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
   cluster_arrive();
   cluster_wait();
@@ -43,7 +43,7 @@ struct Sums {
     const int at = 2 * (static_cast<int>(threadIdx.x) % 32);
     if (at >= count) return;
 #pragma unroll
-    for (int i = 0; i < kMostTogether; ++i) {
+    for (int i = 0; i < kMaxClusterBlocks; ++i) {
       if (i >= blocks) break;
       const uint2 own = words_in(i, shared + at);
       all.x += own.x, all.y += own.y;
@@ -62,7 +62,7 @@ struct Sums {
 
 // The highest digit that at least `need` of the slots of all blocks reach, and what the blocks before
 // `block` have above it and at it, by one warp.
-__device__ __forceinline__ Place find_together(const uint32_t* counters, const uint32_t* totals,
+__device__ __forceinline__ Place find_in_cluster(const uint32_t* counters, const uint32_t* totals,
                                                int bins, int blocks, int block, int need) {
   const Sums coarse(totals, bins / 64, blocks, block);
   const int2 segment = pick(coarse.all.x, coarse.all.y, 0, need);
@@ -74,11 +74,11 @@ __device__ __forceinline__ Place find_together(const uint32_t* counters, const u
           fine.before_where([&](int at) { return at == digit.x; })};
 }
 
-// A cluster has a row, of which each block holds the keys of `counted` slots.
+// A cluster takes a row, and each of its blocks `counted` slots, whose keys stay in registers.
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    held_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ Together shared;
+    cluster_kernel(const __grid_constant__ Work work, Key key) {
+  __shared__ ClusterShared shared;
   const Digits& digits = work.plan.digits;
   const int blocks = work.plan.chunks, block = blockIdx.x % blocks;
   const Row<Key> row(work, blockIdx.x / blocks);
@@ -104,10 +104,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     });
     __syncthreads();
     add_segments(counters, bins / 64, shared.totals[level]);
-    meet();
+    sync_cluster();
     if (threadIdx.x < 32) {
       const Place found =
-          find_together(counters, shared.totals[level], bins, blocks, block, need);
+          find_in_cluster(counters, shared.totals[level], bins, blocks, block, need);
       if (threadIdx.x == 0) shared.place = found;
     }
     __syncthreads();
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   row.take(
       held.items, threshold, need, before, shared.sums,
       [&](int i) { return key(held.raw[i]); }, [&](int at) { return at; });
-  meet();  // no block ends while another reads its histograms
+  sync_cluster();  // no block ends while another reads its histograms
 }
 
 }  // namespace jspec
