@@ -314,7 +314,7 @@ inline uint64_t __cvta_generic_to_shared(const void* pointer) {
 using cudaError_t = int;
 using cudaStream_t = struct CUstream_st*;
 enum { cudaSuccess = 0 };
-enum {
+enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin
@@ -370,7 +370,7 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
 
-inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   // Few multiprocessors, so that a persistent program has several items.
   *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 9;
   if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = emulator::shared_limit();

@@ -30,27 +30,29 @@ void allow_shared_memory(Kernel kernel, int bytes) {
   }
 }
 
-// Of the device that launches go to.
-inline int multiprocessors() {
-  int device, count;
+// An attribute of the device that launches go to.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device, value;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
 }
 
-// Launches `kernel`, which calls wait_for_kernels_ahead() in every thread, in clusters of so many
-// blocks that differ in x. `early`: it may start before the kernel ahead of it, one of the same
-// call, has ended.
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+// Whether the device has clusters, and launches that depend on each other.
+inline bool is_hopper_or_newer() {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+}
+
+// Launches `kernel` in clusters of so many blocks that differ in x. `early`: it may start before the
+// kernel ahead of it, one of the same call, has ended, and calls wait_for_kernels_ahead() in every
+// thread.
 template <typename... Parameters>
 const char* launch_clusters(void (*kernel)(Parameters...), int cluster, dim3 blocks, int threads,
                             int bytes, bool early, Stream stream, const Parameters&... arguments) {
   allow_shared_memory(kernel, bytes);
-  if (early) {
-    int device, major;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    early = major >= 9;
-  }
+  early = early && is_hopper_or_newer();
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = dim3(threads);

@@ -6,8 +6,9 @@
 
 namespace jspec {
 
-// Fills `map` of an array: `sizes` and `box`, which a copy takes, innermost axis first; `strides`
-// in bytes, of the second axis first; `promotion`: what else comes to the L2. Returns the error's message, or null.
+// Fills `map` of an array: `sizes` and `box`, which a copy takes, innermost axis first; `strides` in
+// bytes, of the second axis first; `promotion`: how many bytes at a time come to the L2. Returns the
+// error's message, or null.
 template <int kRank>
 const char* map_tiles(CUtensorMap* map, CUtensorMapDataType type, const void* data,
                       const cuuint64_t (&sizes)[kRank], const cuuint64_t (&strides)[kRank - 1],

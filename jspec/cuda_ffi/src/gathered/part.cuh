@@ -150,12 +150,7 @@ struct Part {
 };
 
 // The shared memory that a block may have.
-inline int shared_limit() {
-  int device, limit;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return limit;
-}
+inline int shared_limit() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 // Launches blocks of so many bytes of shared memory, of which a multiprocessor has room for
 // several: the L1 cache has nothing to hold.

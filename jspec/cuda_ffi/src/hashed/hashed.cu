@@ -29,12 +29,10 @@ const char* scored(const Hash& hash, const HashPlan& plan, const HashCut& cut, u
 // How many blocks of a kernel the device holds at once.
 template <typename Kernel>
 int64_t blocks_at_once(Kernel kernel, int threads, int bytes) {
-  int device, multiprocessors, each;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  int each;
   allow_shared_memory(kernel, bytes);
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, bytes);
-  return int64_t(multiprocessors) * each;
+  return int64_t(multiprocessors()) * each;
 }
 
 template <typename Score, int SIZE>

@@ -37,10 +37,9 @@ __global__ void __launch_bounds__(32 * warps, least_blocks<Weights, tiles, warps
 // many, and others none.
 template <typename Kernel>
 int evened_bytes(Kernel kernel, int blocks, int threads, int bytes) {
-  int device, fit = 0, all, reserved;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+  int fit = 0;
+  const int all = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  const int reserved = device_attribute(cudaDevAttrReservedSharedMemoryPerBlock);
   allow_shared_memory(kernel, bytes);
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, threads, bytes);
   const int processors = multiprocessors(), share = (blocks + processors - 1) / processors;

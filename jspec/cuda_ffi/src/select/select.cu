@@ -2,16 +2,6 @@
 #include "select/cluster.cuh"
 
 namespace jspec {
-namespace {
-
-bool has_clusters() {
-  int device, major;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major >= 9;
-}
-
-}  // namespace
 
 const char* select(const Select& select, const Cut& cut, void* workspace, Stream stream) {
   const Rows& rows = select.rows;
@@ -22,7 +12,7 @@ const char* select(const Select& select, const Cut& cut, void* workspace, Stream
         rows.n % vector == 0 && reinterpret_cast<uint64_t>(select.scores) % 16 == 0;
     const Work work{select.scores, rows.n, aligned, rows,
                     plan,          cut,    static_cast<uint32_t*>(workspace)};
-    if (plan.fits_registers && (plan.chunks == 1 || has_clusters())) {
+    if (plan.fits_registers && (plan.chunks == 1 || is_hopper_or_newer())) {
       return launch_clusters(cluster_kernel<decltype(key)>, plan.chunks, rows.rows * plan.chunks,
                              kThreads, 0, false, stream, work, key);
     }
