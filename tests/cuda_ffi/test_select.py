@@ -1,0 +1,68 @@
+"""How selection by CUDA divides rows, and the memory that its handler asks for."""
+
+import jax
+import numpy as np
+import pytest
+
+from jspec.cuda_ffi.select import (
+    MAX_CLUSTER,
+    REGISTER_SLOTS,
+    SELECT,
+    Cut,
+    select_cuda,
+    selection_cut,
+)
+from tests.ops.test_selection import by_sorting
+
+PROCESSORS = 132  # of an H100, and what a CPU takes
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "counted"),
+    [
+        (1, 0, 256),
+        (1, 4096, 4096),
+        (1, 16_384, 4096),  # few rows: a cluster
+        (PROCESSORS, 16_384, 16_384),
+        (1, 131_072, 16_384),
+        (1, 131_073, 1024),  # over the largest cluster: short chunks for three launches
+        (99, 32_768, 16_384),  # 1.5 blocks a multiprocessor
+        (100, 32_768, 32_768),
+        (100, 131_072, 32_768),
+        (64, 2**20, 32_768),
+    ],
+)
+def test_a_row_has_a_block_a_cluster_or_three_launches(rows, n, counted, monkeypatch):
+    monkeypatch.setattr("jspec.cuda_ffi.select.multiprocessors", lambda: PROCESSORS)
+    assert selection_cut(rows, n) == Cut(counted, counted)
+
+
+def test_clusters_are_few(monkeypatch):
+    monkeypatch.setattr("jspec.cuda_ffi.select.multiprocessors", lambda: PROCESSORS)
+    for rows in (1, 7, 12, 13, 98, 99, 100, 1000):
+        for n in (4097, 16_384, 16_385, 65_536, 100_000, 131_072, 131_073, 2**20):
+            cut = selection_cut(rows, n)
+            chunks = -(-n // cut.counted)
+            if 1 < chunks <= MAX_CLUSTER and cut.counted <= REGISTER_SLOTS:
+                assert 2 * rows * chunks <= 3 * PROCESSORS, (rows, n)
+
+
+@pytest.mark.parametrize(
+    ("n", "counted", "collected"),
+    [
+        (1000, 256, 256),  # a cluster
+        (2049, 256, 512),  # a chunk more than a cluster has blocks
+        (16_385, 32_768, 32_768),  # a block with a list
+        (33_000, 32_768, 32_768),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["int32", "float32", "bfloat16"])
+def test_the_handler_takes_the_workspace_of_each_way(n, counted, collected, dtype):
+    """It refuses another size than that of its own plan."""
+    static = {"k": 40, "sinks": 1, "recent": 2, "highest": 99 if dtype == "int32" else None}
+    scores = np.random.default_rng(n).integers(0, 99, (2, n)).astype(jax.numpy.dtype(dtype))
+    arguments = scores, np.array([40, 7], np.int32), np.array([n, n // 2], np.int32)
+    if reason := SELECT.supports(*arguments, **static):
+        pytest.skip(reason)
+    got = select_cuda(*jax.device_put(arguments), **static, cut=Cut(counted, collected))
+    np.testing.assert_array_equal(got, by_sorting(*arguments, **static))
