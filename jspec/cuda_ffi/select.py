@@ -45,23 +45,27 @@ class Cut:
 
 def selection_cut(rows: int, n: int) -> Cut:
     """How to divide ``rows`` of ``n`` scores each among the blocks of a GPU."""
-    most = multiprocessors()
+    processors = multiprocessors()
 
     def blocks(size: int) -> int:
         return rows * -(-n // size)
 
     whole = max(256, 1 << max(n - 1, 0).bit_length())
     size = min(whole, REGISTER_SLOTS)
-    if n <= REGISTER_SLOTS or (n <= REGISTER_SLOTS * MAX_CLUSTER and 2 * blocks(size) <= 3 * most):
+    if n <= REGISTER_SLOTS or (
+        n <= REGISTER_SLOTS * MAX_CLUSTER and 2 * blocks(size) <= 3 * processors
+    ):
         # Clusters start late: many small ones cost more than they share.
         while (
-            size > MIN_CLUSTER_CHUNK and n <= size // 2 * MAX_CLUSTER and 4 * blocks(size) <= most
+            size > MIN_CLUSTER_CHUNK
+            and n <= size // 2 * MAX_CLUSTER
+            and 4 * blocks(size) <= processors
         ):
             size //= 2
         return Cut(size, size)
     size = min(whole, MAX_CHUNK)
     # Not so small that the launch would take a cluster for a row.
-    while size > MIN_CHUNK and n > size // 2 * MAX_CLUSTER and blocks(size) < 1.5 * most:
+    while size > MIN_CHUNK and n > size // 2 * MAX_CLUSTER and blocks(size) < 1.5 * processors:
         size //= 2
     return Cut(size, size)
 

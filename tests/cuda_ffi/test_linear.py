@@ -1,4 +1,4 @@
-"""Products of a few rows: the CUDA kernels on a GPU, one of them emulated, their twin on a CPU."""
+"""Matmuls of a few rows: the CUDA kernels on a GPU, one of them emulated, their twin on a CPU."""
 
 import jax
 import jax.numpy as jnp

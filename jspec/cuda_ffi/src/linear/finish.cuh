@@ -14,7 +14,7 @@ __device__ float root_of(const Linear& linear, float squares) {
 }
 
 // A value of the result, from the sums of its column on each side. Rounded where a model rounds:
-// after the product, its bias, its activation and the sum. `root`: of the row.
+// after the matmul, its bias, its activation and the sum. `root`: of the row.
 template <int sides>
 __device__ float finished(const Linear& linear, const float (&sums)[sides], float root,
                           const float (&factors)[sides], const float (&shifts)[sides],

@@ -1,4 +1,4 @@
-// What the kernels of products of a few rows share: loads, one multiplication, and what becomes of
+// What the kernels of matmuls of a few rows share: loads, one multiplication, and what becomes of
 // the sums of the warps.
 #pragma once
 

@@ -1,6 +1,6 @@
-// A product of a few rows on a GPU: a block for each 16 columns of the result.
+// A matmul of a few rows on a GPU: a block for each 16 columns of the result.
 //
-// The weights of such a product take a fraction of a microsecond to read; what counts is that they
+// The weights of such a matmul take a fraction of a microsecond to read; what counts is that they
 // are waited for once, and that few instructions come before and behind. The warps of a block share
 // its inputs, 32 at a time. Each copies its weights into its own shared memory, where no other warp
 // looks: one barrier is left, before the sums of the warps are added up, in one order.

@@ -1,4 +1,4 @@
-// A product of a few rows with the norm before it and what follows it, or several in a row:
+// A matmul of a few rows with the norm before it and what follows it, or several in a row:
 // arguments, and the launches behind the handlers. What each field means is said in
 // jspec/ops/linear.py; values are bfloat16, 8 bits with a scale for each column, or 4 bits with one
 // for each block of inputs of a column.
@@ -13,7 +13,7 @@ namespace jspec {
 // What inputs are a multiple of, and those of weights of 8 bits; the most rows and inputs.
 constexpr int kGroup = 32, kInt8Group = 16, kMostRows = 24, kMostInputs = 1 << 20;
 constexpr int kBlock = 32;  // inputs that share a scale in MXFP4
-// The most of a product that has all of its weights on their way at once.
+// The most of a matmul that has all of its weights on their way at once.
 constexpr int kSmallRows = 16, kSmallInputs = 1024;
 // The most rows of weights of 16 bits that are not transposed, and inputs of more than kMostRows.
 constexpr int kTileRows = 128, kTileInputs = 1 << 15;
@@ -39,15 +39,15 @@ struct Linear {
 // Returns what went wrong, or null.
 const char* linear(const Linear& linear, Stream stream);
 
-// Products in a row, each of which may read what those before it gave. On a GPU each begins to read
+// Matmuls in a row, each of which may read what those before it gave. On a GPU each begins to read
 // its weights while the one ahead of it ends.
 const char* linear_chain(const std::vector<Linear>& links, Stream stream);
 
-// A product on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
+// A matmul on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
 // `early`: it may start before the kernel ahead of it, one of the same call, has ended.
 const char* linear_stream(const Linear& linear, bool early, Stream stream);
 
-// A product on Hopper of more than kMostRows rows, with weights of 16 bits.
+// A matmul on Hopper of more than kMostRows rows, with weights of 16 bits.
 const char* linear_hopper(const Linear& linear, bool early, Stream stream);
 
 }  // namespace jspec

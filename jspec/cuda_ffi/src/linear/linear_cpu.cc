@@ -1,4 +1,4 @@
-// A product of a few rows on a CPU: one sum a value.
+// A matmul of a few rows on a CPU: one sum a value.
 #include <cmath>
 #include <vector>
 

@@ -1,15 +1,15 @@
-// The FFI handlers of a product of a few rows, and of several in a row.
+// The FFI handlers of a matmul of a few rows, and of several in a row.
 #include "common/ffi.h"
 #include "linear/linear.h"
 
 namespace jspec {
 namespace {
 
-// Where the buffers of a product are, and what is said of it. The scales of weights, bias, the
+// Where the buffers of a matmul are, and what is said of it. The scales of weights, bias, the
 // norm's scale and what is added may be left out: any buffer then stands in their place. Weights of
 // 8 bits have a scale for each column, those of 4 bits one for each block of inputs, and 16 are
 // bfloat16 without.
-struct Product {
+struct Matmul {
   size_t x, kernel, weight_scale, bias, scale, add, out;
   int32_t bits;
   bool biased, normed, added, gated, transposed;
@@ -87,16 +87,16 @@ ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
                          bool transposed, float eps) {
   ffi::Error error = check_count(arguments, 6, results, 1);
   if (error.failure()) return error;
-  const Product product{0, 1, 2, 3, 4, 5, 6, bits, biased, normed, added, gated,
-                        transposed, eps};
+  const Matmul matmul{0, 1, 2, 3, 4, 5, 6, bits, biased, normed, added, gated,
+                      transposed, eps};
   Linear found;
-  error = product.read(Buffers(arguments, results), found);
+  error = matmul.read(Buffers(arguments, results), found);
   return error.failure() ? error : launched(linear(found, stream));
 }
 
-// x, then the kernel, its scales, bias, the norm's scale and what is added of each product; the
+// x, then the kernel, its scales, bias, the norm's scale and what is added of each matmul; the
 // result of each. `bits` are those of all weights, and each other attribute has a value for each
-// product; `added`: the number of the result that is added, or of its own argument where that is
+// matmul; `added`: the number of the result that is added, or of its own argument where that is
 // -1, or nothing where it is -2.
 ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
                              ffi::RemainingRets results, int32_t bits,
@@ -108,21 +108,21 @@ ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
   if (error.failure()) return error;
   for (const size_t size : {biased.size(), normed.size(), added.size(), gated.size(), eps.size()}) {
     if (size != links) {
-      return invalid("an attribute has ", size, " values for ", links, " products");
+      return invalid("an attribute has ", size, " values for ", links, " matmuls");
     }
   }
   const Buffers buffers(arguments, results);
   std::vector<Linear> found(links);
   for (size_t i = 0; i < links; ++i) {
     if (added[i] < -2 || added[i] >= int64_t(i)) {
-      return invalid("added[", i, "]=", added[i], " is no product before it, -1 or -2");
+      return invalid("added[", i, "]=", added[i], " is no matmul before it, -1 or -2");
     }
     const size_t at = 1 + 5 * i, first = arguments.size();
-    const Product product{i ? first + i - 1 : 0, at, at + 1, at + 2, at + 3,
-                          added[i] < 0 ? at + 4 : first + added[i], first + i,
-                          bits, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
-                          bits < 16, eps[i]};
-    error = product.read(buffers, found[i]);
+    const Matmul matmul{i ? first + i - 1 : 0, at, at + 1, at + 2, at + 3,
+                        added[i] < 0 ? at + 4 : first + added[i], first + i,
+                        bits, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
+                        bits < 16, eps[i]};
+    error = matmul.read(buffers, found[i]);
     if (error.failure()) return error;
   }
   return launched(linear_chain(found, stream));

@@ -44,7 +44,7 @@ struct Shares {
   int steps, more_steps;    // of a block; so many first blocks have one more
   int eights, more_eights;  // the same of the eights of rows whose results a block gives
   int depth;                // slots
-  int sums, squares;        // what the blocks of the cluster leave for this one
+  int sums, squares;        // what the blocks of the cluster send to this one
   int scale, barriers;
 };
 
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
   float* squares_of = reinterpret_cast<float*>(shared + shares.squares);
   uint64_t* full = reinterpret_cast<uint64_t*>(shared + shares.barriers);
   uint64_t* free = full + shares.depth;
-  uint64_t* left = free + shares.depth;  // waits for what other blocks leave
+  uint64_t* received = free + shares.depth;  // waits for what other blocks send
   const int lane = threadIdx.x % 32, warp = __shfl_sync(kAllLanes, int(threadIdx.x / 32), 0);
   const int eighth = lane / 4, quarter = lane % 4;
   const int outputs = linear.outputs, cluster = shares.blocks;
@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
       copy_tile(to + Block::kWeightBytes, xs, begin + step * kStep, first_row, &full[slot]);
     }
   };
-  // Leaves `x` at the same place in another block of the cluster, or in this one.
-  const auto leave = [&](auto* place, int block, const auto& x) {
+  // Stores `x` at the same place of a block of the cluster, which may be this one.
+  const auto send = [&](auto* place, int block, const auto& x) {
     if (block == rank) {
       *place = x;
     } else {
-      store_in(address_in(block, place), x, address_in(block, left));
+      store_in(address_in(block, place), x, address_in(block, received));
     }
   };
   const int at_once = min(steps, shares.depth);
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
     }
     if (lane == 0) {
       const int square_bytes = linear.scale ? kSquaring * 8 * 4 : 0;
-      barrier_init(left, 1);
-      barrier_expect(left, (cluster - 1) * eights * (kMultiplying * 16 + square_bytes));
+      barrier_init(received, 1);
+      barrier_expect(received, (cluster - 1) * eights * (kMultiplying * 16 + square_bytes));
     }
     publish_barriers();
     __syncwarp();
@@ -177,10 +177,10 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
       squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 1);
       squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 2);
       float* place = squares_of + (rank * kSquaring + share) * kRows + i * 8 + eighth;
-      if (quarter == 0) leave(place, block, squares[i]);
+      if (quarter == 0) send(place, block, squares[i]);
       if (++block == cluster) block = 0;
     }
-    if (cluster > 1) barrier_wait(left, 0);
+    if (cluster > 1) barrier_wait(received, 0);
     barrier_of<32 * kSquaring>(kSquaresMeet);
     if (thread < eights * 8) {
       const int row = (rank + thread / 8 * cluster) * 8 + thread % 8;
@@ -293,11 +293,11 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
     int block = 0, index = 0;  // which gives the results of an eight, and its number there
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
-      leave(sums_of + (rank * most_eights + index) * kMultiplying + threadIdx.x, block,
-            float4{sums[i * 4], sums[i * 4 + 1], sums[i * 4 + 2], sums[i * 4 + 3]});
+      send(sums_of + (rank * most_eights + index) * kMultiplying + threadIdx.x, block,
+           float4{sums[i * 4], sums[i * 4 + 1], sums[i * 4 + 2], sums[i * 4 + 3]});
       if (++block == cluster) block = 0, ++index;
     }
-    barrier_wait(left, 0);
+    barrier_wait(received, 0);
     for (float& sum : sums) sum = 0;
 #pragma unroll 1
     for (int other = 0; other < cluster; ++other) {
@@ -385,6 +385,12 @@ const char* launch(const Linear& linear, bool early, Stream stream) {
   const int slot_bytes = Block::kSlotBytes + 2 * sizeof(uint64_t);
   const int share = tiles * cluster > processors ? 2 : 1;  // blocks of a multiprocessor
   const int room = kMultiprocessorBytes / share - kReservedBytes - other_bytes;
+  // A block loads the weights of a step before it frees the slot of the one before: it would wait
+  // forever for a single slot. A block without a cluster has the most scales.
+  constexpr int kMostOther =
+      kAlignment + kSquaring * kRows * 4 + kTileInputs * 2 + int(sizeof(uint64_t));
+  static_assert(kMultiprocessorBytes / 2 - kReservedBytes - kMostOther >=
+                2 * (Block::kSlotBytes + 2 * int(sizeof(uint64_t))));
   shares.depth = std::min({most_steps, room / slot_bytes, kMostDepth});
   shares.sums = shares.depth * Block::kSlotBytes;
   shares.squares = shares.sums + sum_bytes;

@@ -1,4 +1,4 @@
-// A product of a few rows with large weights on a GPU: a block for each tile of columns.
+// A matmul of a few rows with large weights on a GPU: a block for each tile of columns.
 #include <algorithm>
 
 #include "common/dependent.cuh"

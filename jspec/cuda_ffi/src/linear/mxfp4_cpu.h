@@ -1,4 +1,4 @@
-// A product with weights of 4 bits on a CPU.
+// A matmul with weights of 4 bits on a CPU.
 #pragma once
 
 #include <cmath>

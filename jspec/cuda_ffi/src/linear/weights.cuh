@@ -1,4 +1,4 @@
-// The weights that a product on a GPU reads in steps, by their bits: how a warp copies the columns
+// The weights that a matmul on a GPU reads in steps, by their bits: how a warp copies the columns
 // of a step into shared memory, and makes operands of a multiplication of them.
 #pragma once
 
