@@ -267,11 +267,11 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ),
         ("select", {"counted": np.int32(0)}, "counted=0 must be at least 256"),
         ("select", {"sinks": np.int32(-1)}, r"sinks=-1 and recent=0 must be \[\.\.\., k\]"),
-        ("linear_chain", {"added": np.zeros(1, np.int32)}, r"added\[0\]=0 is no product before it"),
+        ("linear_chain", {"added": np.zeros(1, np.int32)}, r"added\[0\]=0 is no matmul before it"),
         (
             "linear_chain",
             {"eps": np.ones(2, np.float32)},
-            "an attribute has 2 values for 1 products",
+            "an attribute has 2 values for 1 matmuls",
         ),
     ],
     ids=[
