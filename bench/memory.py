@@ -168,7 +168,7 @@ def rollouts(model: jspec.Decoder, case: Case) -> Iterator[Row]:
     figures = usage.figures()
     figures["turns"] += turns
     same = sum(texts[seed] == text for seed, text in whole.items())
-    # Keys that a prefill computes again round otherwise, which few tokens notice.
+    # A prefill rounds the keys that it computes again in another way, which changes few texts.
     is_right = same >= 0.99 * count
     checked = f"{same} of {count} texts are those of one engine" if is_right else False
     yield figures | {"name": TWO, "checked": checked}

@@ -69,7 +69,7 @@ class Cases:
 
     def points(self, run: Run) -> list[Point]:
         """The cases of a run in which what `implementation=None` takes today has a time."""
-        every = [_as_today(run, x) for x in by_case(run.rows, self.operation)]
+        every = [_chosen_today(run, x) for x in by_case(run.rows, self.operation)]
         return [(x[0]["case"], x) for x in every if any(row.get("chosen") for row in x)]
 
     def _cells(self, run: Run, case: str, rows: Sequence[Row]) -> dict[str, str]:
@@ -102,9 +102,11 @@ def _slowest(rows: Sequence[Row]) -> float | None:
     return min((speed for speed in speeds if speed is not None), default=None)
 
 
-def _as_today(run: Run, rows: list[Row]) -> list[Row]:
-    """The rows of a case, of which that is chosen which today's order has first; as they are where
-    they do not say their sizes, or none of the order has a row."""
+def _chosen_today(run: Run, rows: list[Row]) -> list[Row]:
+    """The rows of a case, with ``chosen`` by today's order of backends instead of that of the run.
+
+    They stay as they are where none says its sizes, or no backend of the order has a row.
+    """
     sized = next((row for row in rows if "sizes" in row), None)
     order = sized and run.table.order(sized["operation"], sized["sizes"])
     first = next((x for x in order or () if any(row["name"] == x for row in rows)), None)

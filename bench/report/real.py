@@ -94,7 +94,7 @@ def drafters(runs: Sequence[Run]) -> Iterator[Line]:
                 continue
             at = labels(run.card, pair.case)
             heading = f"{at['card']}, {at['model']}, {rows_of(pair.case)} of {at['context']}"
-            every = [cell.widest for cell in pair.cells]
+            every = [cell.of_most_drafters for cell in pair.cells]
             fastest = [row["name"] for cell in every[:1] for row in cell.by_speed]
             for name in dict.fromkeys([*fastest, *ALL, *BY_HASHES, *LOSSY]):
                 known = [

@@ -75,8 +75,8 @@ class Cell:
         return [row for _, row in sorted(known, key=lambda pair: pair[0], reverse=True)]
 
     @property
-    def widest(self) -> Cell:
-        """The same cell, where the run of most drafters counts as the last."""
+    def of_most_drafters(self) -> Cell:
+        """The same cell, whose last rows are those of the run of most drafters."""
         counts = Counter(row["run"] for row in self._timed if row["name"] in DRAFTERS)
         run = max(counts, key=lambda run: (counts[run], run), default=None)
         return Cell(self.case, sorted(self.rows, key=lambda row: row["run"] == run))
