@@ -130,7 +130,7 @@ __device__ __forceinline__ void copy_tile(char* to, const CUtensorMap& from, int
       : "memory");
 }
 
-// The same of an array of two axes, with no wish of how long the tile stays in the L2 cache.
+// The same of an array of two axes, with the default policy of the L2 cache.
 __device__ __forceinline__ void copy_tile(char* to, const CUtensorMap& from, int x, int y,
                                           uint64_t* full) {
   asm volatile(
@@ -140,7 +140,7 @@ __device__ __forceinline__ void copy_tile(char* to, const CUtensorMap& from, int
       : "memory");
 }
 
-// Brings a map nearer, before a thread that has to wait needs it.
+// Prefetches a map into the cache of descriptors.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -201,7 +201,8 @@ __device__ __forceinline__ void await_matmul(float (&sum)[32]) {
       "+f"(x[8]), "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]),    \
       "+f"(x[15])
 
-// Starts sum += a b of 64 rows, 16 inner and 32 columns of bfloat16; `b` describes [columns, inner].
+// Starts sum += a b of 64 rows, 16 inner and 32 columns of bfloat16. `b` describes
+// [columns, inner] in shared memory.
 __device__ __forceinline__ void add_matmul(float (&sum)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.eq.b32 adds, 0, 0;\n"
