@@ -3,7 +3,7 @@
 
 #include "attention/attention.h"
 #include "attention/softmax.cuh"
-#include "common/ptx_hopper.cuh"
+#include "common/swizzle.cuh"
 
 namespace jspec {
 namespace {
@@ -11,6 +11,7 @@ namespace {
 // A block of keys is one chunk or two of 64 channels, each of kBlock rows of 128 bytes, whose units
 // of 16 bytes are permuted as copies and matmuls with a swizzle of 128 bytes have it.
 constexpr int kRowBytes = kChunk * 2;
+static_assert(kRowBytes == kSwizzledRowBytes);
 constexpr int kChunkBytes = kBlock * kRowBytes;
 constexpr int kHalf = kBlock / 2, kHalfBytes = kChunkBytes / 2;  // keys, and bytes of a chunk
 
@@ -23,13 +24,6 @@ __device__ __forceinline__ void copy_block(char* to, const CUtensorMap& from, in
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     copy_tile(to + chunk * kChunkBytes, from, chunk * kChunk, head, key, row, full);
   }
-}
-
-// Half of a block's chunk in shared memory, as a matmul reads it.
-__device__ __forceinline__ uint64_t descriptor(const char* tile) {
-  constexpr uint64_t kEightRows = 8 * kRowBytes / 16, kSwizzle128 = 1;
-  return kSwizzle128 << 62 | kEightRows << 32 | kEightRows << 16 |
-         (shared_address(tile) & 0x3ffff) >> 4;
 }
 
 // Starts scores = q keys^T for the half block `keys`.

@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "common/dependent.cuh"
-#include "common/ptx_hopper.cuh"
+#include "common/swizzle.cuh"
 #include "common/tensor_map.cuh"
 #include "linear/finish.cuh"
 
@@ -20,6 +20,7 @@ constexpr int kRows = 32, kColumns = 64, kStep = 64;  // of a block; inputs of a
 constexpr int kEights = kRows / 8;                    // of rows, which a thread has two of
 constexpr int kRowBytes = kStep * 2;                  // of a step, of weights and of rows
 constexpr int kSideBytes = kStep * kRowBytes;
+static_assert(kRowBytes == kSwizzledRowBytes);
 constexpr int kMostDepth = 32;      // slots of steps
 constexpr int kMostCluster = 4;     // blocks
 constexpr int kAlignment = 1024;    // of tiles whose units are permuted
@@ -47,13 +48,6 @@ struct Shares {
   int sums, squares;        // what the blocks of the cluster send to this one
   int scale, barriers;
 };
-
-// Rows in shared memory as the second factor of a matmul, transposed.
-__device__ __forceinline__ uint64_t descriptor(const char* rows) {
-  constexpr uint64_t kEightRows = 8 * kRowBytes / 16, kSwizzle128 = 1;
-  return kSwizzle128 << 62 | kEightRows << 32 | kEightRows << 16 |
-         (shared_address(rows) & 0x3ffff) >> 4;
-}
 
 // The 16 bytes `unit` of a row of a permuted tile.
 __device__ __forceinline__ const char* unit_of(const char* tile, int row, int unit) {
