@@ -99,6 +99,16 @@ def test_tiles_equal_the_definition(case, kernel):
     assert_equals_the_definition(*TILES[case])
 
 
+@pytest.mark.slow
+def test_an_emulated_gpu_of_another_kind_refuses_many_rows(emulator, monkeypatch):
+    """Also where `refuses` has seen a GPU of another kind: the kernel would write nothing."""
+    monkeypatch.setattr(library, "call", emulator)
+    monkeypatch.setenv("EMULATED_COMPUTE_CAPABILITY", "8")
+    arrays, settings = arguments(*TILES["biased"])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"needs compute capability 9\.0"):
+        jax.block_until_ready(run_or_skip(arrays, settings))
+
+
 def test_a_row_that_is_not_finite_stays_alone(kernel):
     """Its sum of squares comes from a product with the rows next to it."""
     (x, *others), settings = arguments(*TILES["qkv"])

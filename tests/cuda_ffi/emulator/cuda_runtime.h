@@ -372,8 +372,12 @@ cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   // Few multiprocessors, so that a persistent program has several items.
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 3 : 9;
+  if (attribute == cudaDevAttrMultiProcessorCount) *value = 3;
   if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) *value = emulator::shared_limit();
+  if (attribute == cudaDevAttrComputeCapabilityMajor) {
+    const char* named = std::getenv("EMULATED_COMPUTE_CAPABILITY");
+    *value = named ? std::atoi(named) : 9;
+  }
   return cudaSuccess;
 }
 
