@@ -57,9 +57,8 @@ def test_the_command_shows_question_answer_and_verdict(run, monkeypatch):
         assert bytes(prompts[0][1:]) == demo.prompt()
         assert params[0].stop_tokens == (ord(demo.END),)
         assert on_tokens(0, tokens) == len(tokens)
-        return Generation(
-            (tokens,), ("length",), (0,), Stats.merged([]), (len(tokens),), (None,), (None,)
-        )
+        stats, none = Stats.merged([]), (None,)
+        return Generation((tokens,), ("length",), (0,), stats, (len(tokens),), none, none, none)
 
     monkeypatch.setattr("jspec.cli.serving.decode", decode)
     code, out, err = run("--demo")
