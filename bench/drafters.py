@@ -51,6 +51,7 @@ BY_HASHES = {
     "vegas-refresh": f"{ALL['vegas']},refresh=2,ahead=1,per_head=true",
 }
 LOSSY = {"hata-lossy": f"hata:budget={RATIO}"}
+TREES = {"ngram-tree": "ngram-1"}  # drafters whose drafts are trees, and the same as chains
 FEW = (PLAIN, "ngram", "suffix", "vegas")  # everywhere; the others at headline cells alone
 
 DEFAULT_BACKENDS = "default"  # the measured orders of `jspec.tuned`

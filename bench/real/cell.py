@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from jspec.decode.programs import PROGRAMS
 from jspec.decode.rows import state_of
 from jspec.decode.state import DecodeState, FlatModels, Models
 from jspec.decode.step import decode_chunk
+from jspec.dispatch import Choice, record_choices
 from jspec.eval.sample import prepared
 from jspec.policies.hata import with_hashes
 from jspec.sharding import explicit_mesh_sharding, place
@@ -82,6 +82,7 @@ class Cell:
         self.batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
         self._copies: dict[str, Any] = {}
         self._step_times: dict[tuple[str, str], Row] = {}
+        self._choices: dict[tuple[str, str], list[Choice]] = {}
         self._plain: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         self.prefill_s, self.prefilled = self._prefill()
 
@@ -119,7 +120,13 @@ class Cell:
             models, config = self._models(drafting), drafting.config
             arguments = FlatModels.of(models), self._shapes(models, config, sampling)
             static = {"config": config, "steps": usual_steps(config.draft, config.gamma)}
-            return partial(PROGRAMS.timed().executable, decode_chunk, arguments, static)
+
+            def compiled() -> None:
+                with record_choices() as choices:  # of this thread
+                    PROGRAMS.timed().executable(decode_chunk, arguments, static)
+                self._choices[drafting.name, sampling] = choices
+
+            return compiled
 
         pool, futures = ThreadPoolExecutor(WORKERS), []
         try:
@@ -272,6 +279,8 @@ class Cell:
         if not samples:
             raise RuntimeError(f"{drafting.name}: some row ended before a step could be timed")
         result: Row = {"step_ns": samples}
+        if choices := self._choices.get((drafting.name, sampling)):
+            result["backends"] = list(map(dataclasses.asdict, choices))
         of_parts = floors.of_iteration(models, self.batch, self.mean_context, config, self._limits)
         result["floors_ns"] = of_parts
         if point.DEVICE.reason is None and sampling == "greedy":

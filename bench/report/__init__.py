@@ -57,7 +57,7 @@ def pages_of(results: Path, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     """The tables of each page whose prose is written by hand."""
     return {
         "comparison.md": comparison.tables(runs),
-        "drafting.md": {"branches": branches.branches(results)},
+        "drafting.md": {"trees": branches.timed(runs), "branches": branches.branches(results)},
         "papers.md": papers.tables(runs),
         "simulator.md": simulated.tables(results),
     }

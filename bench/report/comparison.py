@@ -446,6 +446,7 @@ TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     "scans": scans,
     "kernels": kernels,
     "steps": whole.steps,
+    "tree steps": whole.tree_steps,
     "sharded attention": whole.sharded,
     "defaults": defaults,
 }

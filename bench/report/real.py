@@ -58,7 +58,9 @@ def speeds(runs: Sequence[Run]) -> Iterator[Line]:
             assert plain is not None
             rate = steady_rate(plain)
             floor = "" if rate is None else f" ({rate / floor_rate(plain):.2f})"
-            line = labels(run.card, pair.case) | {"plain tok/s": f"{_rate(plain)}{floor}"}
+            line = labels(run.card, pair.case) | {
+                "plain tok/s": f"{tokens_per_second(plain)}{floor}"
+            }
             for cell, word in ((pair.greedy, ""), (pair.sampled, ", T=0.8")):
                 line |= {f"{heading}{word}": x for heading, x in _speeds(cell).items()}
             yield Line(line, headline=pair in shown_first)
@@ -78,7 +80,7 @@ def _speeds(cell: Cell | None) -> dict[str, str]:
     return line | {"vegas, tokens/step": per_step(row), "vs plain": steady, "batch": batch}
 
 
-def _rate(row: Row) -> str:
+def tokens_per_second(row: Row) -> str:
     """Steady tokens per second."""
     rate = steady_rate(row)
     return "" if rate is None else f"{rate:,.0f}"
@@ -169,7 +171,7 @@ def decoders(runs: Sequence[Run]) -> Iterator[Line]:
                     if row is not None:
                         yield Line(at | _exact(row, usual))
             for row in cell.rivals.values():
-                speed = {"tok/s": _rate(row), "vs jspec": ratio(cell.speed(row))}
+                speed = {"tok/s": tokens_per_second(row), "vs jspec": ratio(cell.speed(row))}
                 same = {"same answers": _same(row), "vegas without exact": ""}
                 yield Line(at | {"decoder": DECODERS[row["name"]]} | speed | same)
 
@@ -181,7 +183,7 @@ def _exact(row: Row, usual: Cell) -> dict[str, str]:
     other, is_plain = usual.drafters.get(row["name"]), row["name"] == PLAIN
     return {
         "decoder": "jspec, exact" + ("" if is_plain else f", {row['name']}"),
-        "tok/s": _rate(row),
+        "tok/s": tokens_per_second(row),
         "vs jspec": "" if plain is None or rate is None else ratio(rate / plain),
         "same answers": "" if is_plain else _same(row),
         "vegas without exact": "" if other is None else _same(other),

@@ -161,6 +161,49 @@ def test_real_steps_by_backend_are_of_one_day():
     assert cells[2:5] == ["6.00 ms", "not measured", "7.00 ms"]
 
 
+def test_steps_with_trees_say_what_packing_takes_and_what_fell_back():
+    def timed(name, ms, by, sampling="greedy", **rest):
+        case = {"model": "m", "B": 12, "S": 2048, "gamma": 15, "sampling": sampling}
+        common = {"operation": "real", "name": name, "checked": True, "date": "1"}
+        common |= {"case": case | {"backends": by}, "step_ns": [ms * 10**6] * 3}
+        return common | {"floors_ns": {"verification": 10**6}} | rest
+
+    def tree(ms, by, packing, **rest):
+        parts = {"packing": packing * 10**3, "verification": 10**6}
+        return timed("ngram-tree", ms, by, parts_ns=parts, **rest)
+
+    old = "jax-triton is too old"
+    fallback = {"operation": "pack_path", "backend": "cuda", "reason": old}
+    taken = {"operation": "verify_tree", "backend": "triton", "reason": None}
+    other = {"operation": "linear", "backend": "xla", "reason": "of a chain"}
+    rows = [
+        tree(4, "default", 20),
+        tree(5, "cuda", 20),
+        tree(8, "triton", 0, backends=[fallback, taken]),
+        timed("ngram-1", 3, "default", backends=[other]),
+        timed("ngram-1", 4, "cuda"),
+        timed("vegas", 9, "cuda"),
+        timed("ngram-tree", 1, "cuda", "t0.8"),
+    ]
+    text = whole.tree_steps([run(*rows, suite="real")])
+    chain, branching = lines(text)
+    missing = "not measured"
+    assert chain[0] == "m (real), B=12, S=2K, ngram-1, gamma=15, greedy"
+    assert chain[2:] == ["3.00 ms (3.00)", missing, "4.00 ms (4.00)", missing, missing]
+    assert branching[0] == "m (real), B=12, S=2K, ngram-tree, gamma=15, greedy"
+    assert branching[2:5] == [
+        "4.00 ms (4.00), packing 0.50%",
+        missing,
+        "5.00 ms (5.00), packing 0.40%",
+    ]
+    assert branching[5] == "8.00 ms (8.00)"
+    assert text.endswith(f"backend:\n\n- triton: `pack_path` by cuda ({old})\n")
+    (steps,) = lines(whole.steps([run(*rows, suite="real")]))
+    assert steps[0] == "m (real), B=12, S=2K, vegas, gamma=15, greedy"
+    only_default = [run(rows[0], rows[3], suite="real")]
+    assert whole.tree_steps(only_default) == "Steps with trees by backend: not measured.\n"
+
+
 def test_sharded_attention_is_by_kernel_and_by_exchange():
     def attend(microseconds, **case):
         base = {"B": 8, "S": 131072, "heads": "128/8", "T": 1, "kvp": 2, "tpa": 1, "latent": 0}

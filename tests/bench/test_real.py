@@ -182,6 +182,17 @@ def test_a_row_of_a_drafter_and_no_further_program(cell, name):
         assert len(row["step_ns"]) >= 1
 
 
+def test_a_step_with_trees_says_which_operations_fell_back(cell):
+    drafting = Drafting.of("ngram-tree", 3, exact=False, backends="pallas")
+    cell.compile([(drafting, "paper")])
+    row = cell.row(drafting, "paper", 12)
+    assert row["checked"]
+    reasons = {choice["operation"]: choice["reason"] for choice in row["backends"]}
+    assert reasons["tree_attention"] == "it has no backend pallas"
+    for operation in ("verify_tree", "pack_path"):
+        assert reasons[operation].startswith("Mosaic GPU ")
+
+
 def test_wrong_answers_are_not_timed(cell, monkeypatch):
     drafting = Drafting.of("ngram", 3, exact=False)
     right = cell._measured

@@ -9,8 +9,8 @@ import pytest
 from bench import report
 from bench.earlier import as_today
 from bench.real import figures
+from bench.report import branches, readme, real, real_cells
 from bench.report import figures as figures_of
-from bench.report import readme, real, real_cells
 from bench.report.runs import Run, read
 from tests.bench.test_report import MACHINE, decode_rows, rows_of
 
@@ -288,3 +288,43 @@ def test_the_speeds_of_the_committed_tables_are_those_of_the_results():
 
 
 DEVICES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+
+
+def of_trees(*speeds, **rest):
+    """Plain decoding in 2 ms, and the drafters of a cell that commit 3 tokens a step, by ms."""
+    case = {"model": branches.NAMED["model"], "B": 12, "S": 2048, "gamma": 15, "new": 128} | rest
+    case = {"sampling": "t0.8"} | case
+    rows = [row("none", 2, case=case)]
+    rows += [row(name, ms, per_step=3, case=case) for name, ms in speeds]
+    return [Run("h200", "real", "", real_cells.joined([result(rows)]))]
+
+
+def test_trees_pay_where_they_reach_what_was_asked():
+    speeds = ("ngram-1", 3), ("suffix", 4), ("vegas", 6)
+    words = branches.timed(of_trees(*speeds, ("ngram-tree", 2)))
+    assert "`ngram-tree` decodes 18,000 tokens/s" in words
+    assert "`ngram-1`, the fastest with as wide a pass, 12,000." in words
+    assert "1.50 times as many, at least 1.15, which was asked for: trees pay there." in words
+    (line,) = [x for x in words.splitlines() if x.startswith("| Test")]
+    assert [x.strip() for x in line.split("|")][2:6] == [
+        "SmolLM2-135M-Instruct, 12 rows of 2K, T=0.8, 15 draft tokens",
+        "1.50x",
+        "6,000",
+        "3.00; 2.00x",
+    ]
+    lost = branches.timed(of_trees(*speeds, ("ngram-tree", 3)))
+    assert "1.00 times as many, less than 1.15, which was asked for: trees stay exp" in lost
+
+
+@pytest.mark.parametrize(
+    "other", [{"sampling": "greedy"}, {"gamma": 7}, {"B": 16}, {"backends": "xla"}, {"new": 64}]
+)
+def test_other_cells_do_not_say_whether_trees_pay(other):
+    words = branches.timed(of_trees(("ngram-1", 3), ("ngram-tree", 2), **other))
+    assert words.startswith("Trees are experimental: SmolLM2-135M-Instruct, 12 rows of 2K, T=0.8")
+    assert ("1.50x" in words) == ("backends" not in other)
+
+
+def test_a_tree_without_a_chain_next_to_it_decides_nothing():
+    assert branches.timed(of_trees(("ngram-tree", 2))).startswith("Trees are experimental")
+    assert "|" not in branches.timed(of_trees(("ngram-1", 3)))

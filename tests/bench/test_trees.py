@@ -8,8 +8,8 @@ import pytest
 
 import jspec
 from bench import report, trees
-from bench.report import branches
 from bench.report.markdown import refreshed
+from bench.report.runs import read
 from bench.settings import Settings
 from jspec.decode.draft.lookup import SuffixIndex, agreement, continuation
 from jspec.decode.score import score_top_tokens
@@ -214,7 +214,8 @@ def test_every_drafter_has_a_row_on_the_same_answers(tiny, monkeypatch):
     assert only == ["counts", "streaming-tree"]
 
 
-def test_the_table_of_the_docs_is_of_today():
+def test_the_tables_of_the_docs_are_of_today():
     text = (report.DOCS / "drafting.md").read_text()
-    assert refreshed(text, {"branches": branches.branches(report.RESULTS)}) == text
-    assert "<!-- table branches:" in text
+    tables = report.pages_of(report.RESULTS, read(report.RESULTS))["drafting.md"]
+    assert refreshed(text, tables) == text
+    assert all(f"<!-- table {name}:" in text for name in ("branches", "trees"))

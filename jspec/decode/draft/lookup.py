@@ -29,7 +29,7 @@ class NgramDraft(Drafter):
     A match of fewer than ``min_match`` tokens drafts nothing; ``max_match`` bounds the comparison.
 
     With several ``branches`` a draft is a tree of what followed so many of the longest matches, and
-    gamma, at most 31, bounds its tokens: this is experimental.
+    gamma, at most 31, bounds its tokens; docs/drafting.md says where that pays.
     """
 
     min_match: int = 3
