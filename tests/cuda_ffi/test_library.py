@@ -1,6 +1,7 @@
 """The FFI boundary: what a handler refuses, what cannot be loaded, and lowering for CUDA."""
 
 import _ctypes
+import ctypes
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,58 @@ def kernels():
     for subject in library.TARGETS:
         if reason := library.refusal(subject):
             pytest.skip(reason)
+
+
+# As xla/ffi/api/c_api.h has them.
+METADATA_EXTENSION, CAPTURABLE = 1, 1
+
+
+class Version(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("next", ctypes.c_void_p), ("number", ctypes.c_int * 2)]
+
+
+class Metadata(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("version", Version),
+        ("traits", ctypes.c_uint32),
+        ("state_type", ctypes.c_int64),
+    ]
+
+
+class Extension(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+        ("metadata", ctypes.POINTER(Metadata)),
+    ]
+
+
+class Frame(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("extension", ctypes.POINTER(Extension)),
+        ("unused", ctypes.c_int64 * 19),
+    ]
+
+
+def traits_of(target: str) -> int:
+    """What a handler answers to XLA before its first call."""
+    subject = next(name for name, targets in library.TARGETS.items() if target in targets)
+    metadata = Metadata(size=ctypes.sizeof(Metadata))
+    extension = Extension(ctypes.sizeof(Extension), METADATA_EXTENSION, None, ctypes.pointer(metadata))
+    frame = Frame(ctypes.sizeof(Frame), ctypes.pointer(extension))
+    handler = getattr(library.loaded(subject), f"jspec_{target}")
+    handler.restype = ctypes.c_void_p
+    assert handler(ctypes.byref(frame)) is None
+    return metadata.traits
+
+
+def test_xla_captures_all_calls_but_those_that_wait_for_the_host(kernels):
+    targets = {target for targets in library.TARGETS.values() for target in targets}
+    captured = {target for target in targets if traits_of(target) == CAPTURABLE}
+    assert targets - captured == set(library.TARGETS["host"])
 
 
 def like(*shapes) -> list[jax.ShapeDtypeStruct]:

@@ -1,5 +1,7 @@
-// The FFI handlers of the one-sided all-to-all and all-reduce. They are not marked as capturable: XLA could run two
-// calls of a CUDA graph at once, or in another order on another device.
+// The FFI handlers of the one-sided all-to-all and all-reduce. XLA may capture them in CUDA graphs:
+// a launch depends on its arguments alone, and message numbers are counted on the device. A graph
+// orders calls that depend on each other by the data, so no two run at once, and the order is that
+// of every other device.
 #include "common/ffi.h"
 #include "exchange/exchange.h"
 
@@ -63,7 +65,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_exchange, jspec::exchange_of,
                                   .Ctx<xla::ffi::DeviceOrdinal>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<int64_t>("patience"));
+                                  .Attr<int64_t>("patience"),
+                              {jspec::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_all_reduce, jspec::all_reduce_of,
                               xla::ffi::Ffi::Bind()
@@ -72,4 +75,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_all_reduce, jspec::all_reduce_of,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int64_t>("ranks")
-                                  .Attr<int64_t>("patience"));
+                                  .Attr<int64_t>("patience"),
+                              {jspec::ffi::Traits::kCmdBufferCompatible});
