@@ -1,5 +1,5 @@
-"""The all-to-all and the all-reduce of `jspec.ops.all_to_all` by CUDA kernels that store in the
-peers' memory."""
+"""The all-to-all, the merge and the all-reduce of `jspec.ops.all_to_all` by CUDA kernels that store
+in the peers' memory."""
 
 from __future__ import annotations
 
@@ -43,6 +43,32 @@ def all_to_all_cuda(pieces: Array, axes: Axes) -> Array:
     return received[:, :size].reshape(shape)
 
 
+def all_to_all_merge_cuda(out: Array, lse: Array, axes: Axes) -> tuple[Array, Array] | None:
+    """Exchange and merge attention over parts of the keys: ``merge`` of an `OneSided`."""
+    batch, tokens, heads, size = out.shape
+    ranks, numbers = lax.axis_size(axes), LINE_BYTES // out.dtype.itemsize
+    # A head's log-sum-exp has a line of its own.
+    lines = batch * tokens * heads // ranks * (size // numbers + 1)
+    if out.dtype not in (jnp.bfloat16, jnp.float32) or size % numbers:
+        return None
+    if lines * LINE_BYTES > MAX_BYTES:
+        return None
+    shape = batch, tokens, heads // ranks
+    merged, sums = library.call(
+        "all_to_all_merge",
+        [
+            jax.ShapeDtypeStruct((batch * tokens, heads // ranks, size), out.dtype),
+            jax.ShapeDtypeStruct((batch * tokens, heads // ranks), jnp.float32),
+        ],
+        out.reshape(batch * tokens, heads, size),
+        lse.reshape(batch * tokens, heads),
+        vmap_method="sequential",
+        ranks=np.int64(ranks),
+        patience=np.int64(PATIENCE * 1e9),
+    )
+    return merged.reshape(*shape, size), sums.reshape(shape)
+
+
 def all_reduce_cuda(x: Array, axes: Axes) -> Array:
     """Sum float32 ``x`` over the ranks, in their order: ``reduce`` of an `OneSided`."""
     flat = _whole_lines(x.reshape(-1))
@@ -76,4 +102,4 @@ def _refuses(devices: int) -> str | None:
     return None if wrong is None else wrong.decode()
 
 
-ALL_TO_ALL = OneSided(all_to_all_cuda, _refuses, MAX_BYTES, all_reduce_cuda)
+ALL_TO_ALL = OneSided(all_to_all_cuda, _refuses, MAX_BYTES, all_reduce_cuda, all_to_all_merge_cuda)

@@ -42,7 +42,7 @@ TARGETS = {
     "attention": ("attention", "scored_attention"),
     "gathered": ("gathered_attention",),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),
-    "exchange": ("exchange", "all_reduce"),
+    "exchange": ("exchange", "all_to_all_merge", "all_reduce"),
 }
 PLATFORMS = {"gpu": "CUDA", "cpu": "cpu"}
 

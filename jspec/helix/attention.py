@@ -14,7 +14,7 @@ from jax import lax
 
 from jspec.cache.cache import Read
 from jspec.helix.mesh import HelixConfig
-from jspec.ops.all_to_all import By, all_to_all
+from jspec.ops.all_to_all import By, all_to_all, merged_one_sided
 from jspec.ops.attention.merge import merge_attention
 from jspec.ops.vocabulary import Axes
 from jspec.policies.read import projected
@@ -115,8 +115,8 @@ class Exchange:
 def all_to_all_merge(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tuple[Array, Array]:
     """Attention over the keys of all ranks, of this rank's share of the heads.
 
-    One message carries outputs and log-sum-exps, bit for bit: whole numbers of the width of
-    ``out``. Ranks are summed in their order, whatever arrives first (Helix, section 2.1.2).
+    One message carries outputs and log-sum-exps, bit for bit. Ranks are summed in their order,
+    whatever arrives first (Helix, section 2.1.2). ``cuda`` merges in the kernel that exchanges.
 
     Args:
         out: ``[B, T, n, H]``: the output over this rank's keys, of the heads of its TPA group.
@@ -127,6 +127,9 @@ def all_to_all_merge(out: Array, lse: Array, axes: Axes, by: By = "xla") -> tupl
     Returns:
         The output ``[B, T, n / ranks, H]`` and its log-sum-exp ``[B, T, n / ranks]``.
     """
+    if (merged := merged_one_sided(out, lse, axes, by)) is not None:
+        return merged
+    # Whole numbers of the width of `out`.
     width = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
     bits = lax.bitcast_convert_type(out, width)
     # A float32 is one of these numbers, or two that get an axis of their own.

@@ -33,12 +33,16 @@ class OneSided:
         max_bytes: to one peer; None is no limit.
         reduce: ``reduce(x, axes)`` sums float32 ``x`` over the ranks, in their order, called as
             ``run`` is; None where there is no such kernel.
+        merge: ``merge(out, lse, axes)`` is an all-to-all of attention over parts of the keys with
+            its merge, as `jspec.helix.attention.all_to_all_merge`, called as ``run`` is; it returns
+            None for shapes that it does not take. None where there is no such kernel.
     """
 
     run: Callable[[Array, Axes], Array]
     refuses: Callable[[int], str | None]
     max_bytes: int | None = None
     reduce: Callable[[Array, Axes], Array] | None = None
+    merge: Callable[[Array, Array, Axes], tuple[Array, Array] | None] | None = None
 
 
 _ONE_SIDED = {"pallas": "jspec.pallas.all_to_all", "cuda": "jspec.cuda_ffi.all_to_all"}
@@ -85,6 +89,12 @@ def all_reduce(x: Array, axes: Axes, *, by: By = "xla") -> Array:
     if kernel is not None and x.dtype == jnp.float32 and takes(by, x.nbytes):
         return kernel(x, axes)
     return lax.psum(x, axes)
+
+
+def merged_one_sided(out: Array, lse: Array, axes: Axes, by: By) -> tuple[Array, Array] | None:
+    """`jspec.helix.attention.all_to_all_merge` in one kernel; None where ``by`` has none for it."""
+    kernel = None if by == "xla" else _one_sided(by).merge
+    return None if kernel is None else kernel(out, lse, axes)
 
 
 def takes(by: By, piece_bytes: int) -> bool:

@@ -69,7 +69,9 @@ def traits_of(target: str) -> int:
     """What a handler answers to XLA before its first call."""
     subject = next(name for name, targets in library.TARGETS.items() if target in targets)
     metadata = Metadata(size=ctypes.sizeof(Metadata))
-    extension = Extension(ctypes.sizeof(Extension), METADATA_EXTENSION, None, ctypes.pointer(metadata))
+    extension = Extension(
+        ctypes.sizeof(Extension), METADATA_EXTENSION, None, ctypes.pointer(metadata)
+    )
     frame = Frame(ctypes.sizeof(Frame), ctypes.pointer(extension))
     handler = getattr(library.loaded(subject), f"jspec_{target}")
     handler.restype = ctypes.c_void_p

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jspec
 from jspec.cache import Cache, StripedLayout
 from jspec.config import LayerSpec
+from jspec.cuda_ffi import all_to_all as cuda
 from jspec.helix import HelixConfig, cache_specs, layouts_on, part_of, whole_of
 from jspec.helix.attention import all_to_all_merge
 from jspec.helix.mesh import STRATEGIES, Strategy
@@ -227,29 +228,55 @@ def test_a_layer_with_a_sliding_window_keeps_a_ring_on_each_rank(kvp, tpa, token
     check(kvp, tpa, "gqa", tokens, window=window)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "by"), [("float32", "xla"), ("bfloat16", "xla"), ("bfloat16", "cuda")]
-)
-def test_the_merge_has_the_bits_of_one_device(dtype, by):
-    """The same parts, merged on one device: ranks are summed in order, and no bit is lost."""
+def merged_on_a_mesh(outs, lses, by) -> tuple[Any, Any]:
+    """The parts ``outs [4, B, T, N, H]`` of four ranks, merged on a mesh of eight devices."""
     helix = HelixConfig(kvp=4, tpa=2, exchange=by)
     if reason := helix.refuses_all_to_all():
         pytest.skip(reason)
-    outs = jnp.asarray(random(4, 2, 3, 16, SIZE), dtype)
-    lses = random(4, 2, 3, 16, seed=1) * 20
-    lses[1] = -np.inf  # a rank without a token, and a query that no rank has a key for
-    lses[:, 0, 1] = -np.inf
     run = jax.shard_map(
         lambda out, lse: all_to_all_merge(out[0], lse[0], "kvp", by),
         mesh=helix.mesh,
         in_specs=(P("kvp", None, None, "tpa"), P("kvp", None, None, "tpa")),
         out_specs=P(None, None, helix.axes),
     )
-    merged, alone = jax.jit(run)(outs, lses), jax.jit(merge_attention)(outs, lses)
+    return jax.jit(run)(outs, lses)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by"), [("float32", "xla"), ("bfloat16", "xla"), ("bfloat16", "cuda")]
+)
+def test_the_merge_has_the_bits_of_one_device(dtype, by):
+    """The same parts, merged on one device: ranks are summed in order, and no bit is lost."""
+    outs = jnp.asarray(random(4, 2, 3, 16, SIZE), dtype)
+    lses = random(4, 2, 3, 16, seed=1) * 20
+    lses[1] = -np.inf  # a rank without a token, and a query that no rank has a key for
+    lses[:, 0, 1] = -np.inf
+    merged, alone = merged_on_a_mesh(outs, lses, by), jax.jit(merge_attention)(outs, lses)
     for x, y in zip(merged, alone, strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
     assert not np.isnan(np.asarray(merged[0], np.float32)).any()
+
+
+@pytest.mark.parametrize(
+    ("size", "limit", "launches"),
+    [(SIZE, 8 * 40, 1), (SIZE + 1, 2**20, 0), (SIZE, 8 * 39, 0)],
+    ids=["one kernel", "no whole lines", "too large"],
+)
+def test_cuda_sums_parts_of_equal_weight_in_the_order_of_ranks(size, limit, launches, monkeypatch):
+    """To the bit: shares of a fourth are exact, and other orders have other sums.
+
+    A rank gets two heads of four tokens: 40 lines of 8 bytes.
+    """
+    monkeypatch.setattr(cuda, "MAX_BYTES", limit)
+    outs, lses = random(4, 2, 2, 16, size) * 100, np.zeros((4, 2, 2, 16), np.float32)
+    expected = functools.reduce(np.add, outs / 4)
+    assert (functools.reduce(np.add, outs[::-1] / 4) != expected).any()
+    out, lse = merged_on_a_mesh(outs, lses, "cuda")
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_allclose(lse, np.log(np.float32(4)), rtol=1e-6)
+    text = str(jax.make_jaxpr(functools.partial(merged_on_a_mesh, by="cuda"))(outs, lses))
+    assert text.count("jspec_all_to_all_merge") == launches
 
 
 def test_a_rank_attends_as_one_device_does_to_its_part():

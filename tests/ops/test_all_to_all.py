@@ -215,6 +215,32 @@ def test_calls_that_cannot_be_are_refused(shape, message):
 
 
 @pytest.mark.parametrize(
+    ("outs", "lses", "ranks", "message"),
+    [
+        ((4, 2), (4,), 2, r"device 0 of 2 ranks cannot merge outs F32\[4, 2\]"),
+        ((1, 4, 2), (1, 4), 9, "device 0 of 9 ranks cannot merge"),
+        ((1, 3, 2), (1, 3), 2, "device 0 of 2 ranks cannot merge"),
+        ((1, 4, 3), (1, 4), 2, "device 0 of 2 ranks cannot merge"),  # no whole lines
+        ((2, 4, 2**16), (2, 4), 2, "device 0 of 2 ranks cannot merge"),
+        ((1, 4, 2), (1, 2), 2, r"lses F32\[1, 2\] must be F32\[1, 4\]"),
+    ],
+    ids=str,
+)
+def test_merges_that_cannot_be_are_refused(outs, lses, ranks, message):
+    over("cuda", 2)
+    arguments = jnp.ones(outs), jnp.ones(lses)
+    shapes = [
+        jax.ShapeDtypeStruct((*x[:1], x[1] // 2, *x[2:]), jnp.float32) for x in (outs, outs[:2])
+    ]
+    settings = {"ranks": np.int64(ranks), "patience": np.int64(0)}
+    run = functools.partial(
+        library.call, "all_to_all_merge", shapes, vmap_method="sequential", **settings
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.jit(run)(*arguments)[0].block_until_ready()
+
+
+@pytest.mark.parametrize(
     ("shape", "ranks", "message"),
     [
         ((2, 3), 2, r"values F32\[2, 3\] must be F32\[1, 2\]"),

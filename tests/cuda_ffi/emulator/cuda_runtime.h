@@ -291,12 +291,20 @@ template <typename T>
 T __ldg(const T* from) { return *from; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __fdividef(float x, float y) { return x / y; }
-inline int atomicAdd(int* to, int value) { return *to += value, *to - value; }
+template <typename T>
+T atomicAdd(T* to, int value) { return *to += value, *to - value; }
 inline float __uint_as_float(unsigned bits) {
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int __float_as_int(float value) {
   int bits;
   std::memcpy(&bits, &value, 4);
@@ -313,7 +321,7 @@ inline uint64_t __cvta_generic_to_shared(const void* pointer) {
 // The host's part.
 using cudaError_t = int;
 using cudaStream_t = struct CUstream_st*;
-enum { cudaSuccess = 0 };
+enum { cudaSuccess = 0, cudaErrorPeerAccessAlreadyEnabled = 704 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrComputeCapabilityMajor,
@@ -361,12 +369,20 @@ cudaError_t cudaMalloc(T** data, size_t bytes) {
   return cudaSuccess;
 }
 inline void cudaFree(void* data) { std::free(data); }
-inline void cudaMemset(void* data, int byte, size_t bytes) { std::memset(data, byte, bytes); }
+inline cudaError_t cudaMemset(void* data, int byte, size_t bytes) {
+  std::memset(data, byte, bytes);
+  return cudaSuccess;
+}
 enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 inline void cudaMemcpy(void* to, const void* from, size_t bytes, int) {
   std::memcpy(to, from, bytes);
 }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+struct cudaFuncAttributes {};
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) { return cudaSuccess; }
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
 

@@ -1,5 +1,5 @@
-// An all-to-all and an all-reduce within one process, in which each device stores what it has for
-// its peers in their memory.
+// An all-to-all, one that is merged as it arrives, and an all-reduce within one process, in which
+// each device stores what it has for its peers in their memory.
 //
 // A device has a workspace that its peers store into: for each of them room for two messages, which
 // take turns. Eight bytes of a message travel as a line of two words, each of 4 bytes and the number
@@ -8,6 +8,9 @@
 // e + 1, which the peer began after it had read all of message e: the room is free by then.
 #pragma once
 
+#include <cmath>
+
+#include "common/host_device.h"
 #include "common/launch.h"
 
 namespace jspec {
@@ -28,6 +31,19 @@ struct Exchange {
   const char* pieces;  // [ranks, bytes]: for each rank of the group
   char* found;         // [ranks, bytes]: of each rank
   int64_t bytes;       // a multiple of kLineBytes, at most kMostBytes
+  Group group;
+};
+
+// Attention over the keys of all ranks, from that of each rank to its own keys. A device sends every
+// peer the outputs and log-sum-exps of the peer's share of the heads, and merges what it gets.
+struct Merging {
+  const char* outs;   // [rows, ranks, heads, lines of 8 bytes]: of this rank's keys
+  const float* lses;  // [rows, ranks, heads], natural log
+  char* out;          // [rows, heads, lines of 8 bytes]: of all keys, for this rank's heads
+  float* lse;         // [rows, heads]
+  int64_t rows, heads;
+  int64_t lines;  // of the output of a head; rows * heads * (lines + 1) is at most kMostLines
+  bool narrow;    // outputs are bfloat16, and not float32
   Group group;
 };
 
@@ -56,6 +72,29 @@ const char* open_exchange(int count);
 
 // What went wrong, or null.
 const char* exchange(const Exchange& exchange, Stream stream);
+const char* merge(const Merging& merging, Stream stream);
 const char* all_reduce(const Reduction& reduction, Stream stream);
+
+// The log-sum-exp of all ranks, and the share of each in the merged output: 0 where it has no key.
+// As `jspec.ops.attention.merge_attention`, in the order of the ranks.
+JSPEC_HOST_DEVICE inline float shares_of(const float (&lses)[kMostDevices], int ranks,
+                                         float (&shares)[kMostDevices]) {
+  float highest = -INFINITY, total = 0;
+#pragma unroll
+  for (int rank = 0; rank < kMostDevices; ++rank) {
+    // FlashAttention-2 has +inf where there is no key.
+    if (rank < ranks && lses[rank] != INFINITY) highest = fmaxf(highest, lses[rank]);
+  }
+  const float finite = highest == -INFINITY ? 0 : highest;
+#pragma unroll
+  for (int rank = 0; rank < kMostDevices; ++rank) {
+    const bool has_keys = rank < ranks && lses[rank] != INFINITY;
+    shares[rank] = has_keys ? expf(lses[rank] - finite) : 0;
+    total += shares[rank];
+  }
+#pragma unroll
+  for (int rank = 0; rank < kMostDevices; ++rank) shares[rank] /= total > 0 ? total : 1;
+  return finite + logf(total);
+}
 
 }  // namespace jspec

@@ -1,4 +1,5 @@
-// The all-to-all and the all-reduce of exchange.h between virtual devices, each of which has a thread of its own.
+// The all-to-all, the merge and the all-reduce of exchange.h between virtual devices, each of which
+// has a thread of its own.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -8,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/bfloat16_cpu.h"
 #include "exchange/exchange.h"
 
 namespace jspec {
@@ -92,6 +94,51 @@ const char* exchange(const Exchange& x, Stream) {
   std::memcpy(x.found + x.group.me * x.bytes, x.pieces + x.group.me * x.bytes, x.bytes);
   const auto pieces = [&](int rank) { return x.pieces + rank * x.bytes; };
   return message(x.group, x.bytes, pieces, [&](int rank) { return x.found + rank * x.bytes; });
+}
+
+const char* merge(const Merging& x, Stream) {
+  if (const char* wrong = refusal(x.group)) return wrong;
+  // A head is its output and its log-sum-exp, in a line of its own.
+  const int64_t items = x.rows * x.heads, output = x.lines * kLineBytes;
+  const int64_t record = output + kLineBytes, bytes = items * record;
+  const int ranks = x.group.ranks;
+  std::vector<char> sent(ranks * bytes), heard(ranks * bytes);
+  for (int rank = 0; rank < ranks; ++rank) {
+    for (int64_t item = 0; item < items; ++item) {
+      const int64_t head = (item / x.heads * ranks + rank) * x.heads + item % x.heads;
+      char* to = &sent[rank * bytes + item * record];
+      std::memcpy(to, x.outs + head * output, output);
+      std::memcpy(to + output, x.lses + head, sizeof(float));
+    }
+  }
+  const int64_t own = x.group.me * bytes;
+  std::copy_n(&sent[own], bytes, &heard[own]);
+  const auto pieces = [&](int rank) { return &sent[rank * bytes]; };
+  const auto found = [&](int rank) { return &heard[rank * bytes]; };
+  if (const char* wrong = message(x.group, bytes, pieces, found)) return wrong;
+  const int64_t width = x.narrow ? sizeof(uint16_t) : sizeof(float), size = output / width;
+  for (int64_t item = 0; item < items; ++item) {
+    float lses[kMostDevices], shares[kMostDevices];
+    for (int rank = 0; rank < ranks; ++rank) {
+      std::memcpy(&lses[rank], found(rank) + item * record + output, sizeof(float));
+    }
+    x.lse[item] = shares_of(lses, ranks, shares);
+    for (int64_t i = 0; i < size; ++i) {
+      float sum = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        const char* from = found(rank) + item * record + i * width;
+        float value;
+        uint16_t bits;
+        std::memcpy(&value, from, sizeof value);
+        std::memcpy(&bits, from, sizeof bits);
+        if (shares[rank] > 0) sum += (x.narrow ? wide(bits) : value) * shares[rank];
+      }
+      const uint16_t rounded = narrow(sum);
+      char* to = x.out + item * output + i * width;
+      x.narrow ? std::memcpy(to, &rounded, width) : std::memcpy(to, &sum, width);
+    }
+  }
+  return nullptr;
 }
 
 const char* all_reduce(const Reduction& x, Stream) {

@@ -1,4 +1,4 @@
-// The FFI handlers of the one-sided all-to-all and all-reduce. XLA may capture them in CUDA graphs:
+// The FFI handlers of the one-sided all-to-all, merge and all-reduce. XLA may capture them in CUDA graphs:
 // a launch depends on its arguments alone, and message numbers are counted on the device. A graph
 // orders calls that depend on each other by the data, so no two run at once, and the order is that
 // of every other device.
@@ -36,6 +36,34 @@ ffi::Error exchange_of(Stream stream, int32_t device, ffi::RemainingArgs argumen
   return launched(exchange(call, stream));
 }
 
+// outs [rows, heads, size] of bfloat16 or float32, lses float32 [rows, heads]
+ffi::Error merge_of(Stream stream, int32_t device, ffi::RemainingArgs arguments,
+                    ffi::RemainingRets results, int64_t ranks, int64_t patience) {
+  ffi::Error error = check_count(arguments, 2, results, 2);
+  if (error.failure()) return error;
+  const Buffers buffers(arguments, results);
+  const auto shape = buffers[0].dimensions();
+  const ffi::DataType dtype = buffers[0].element_type();
+  const Group group = group_of(device, ranks, patience);
+  if (shape.size() != 3 || (dtype != ffi::BF16 && dtype != ffi::F32) || !group.ranks ||
+      shape[1] % ranks) {
+    return invalid("device ", device, " of ", ranks, " ranks cannot merge outs ", buffers[0]);
+  }
+  const int64_t rows = shape[0], heads = shape[1] / ranks, size = shape[2];
+  error = buffers.check(1, rows, {{"lses", ffi::F32, {shape[1]}},
+                                  {"out", dtype, {heads, size}},
+                                  {"lse", ffi::F32, {heads}}});
+  if (error.failure()) return error;
+  const int64_t bytes = size * static_cast<int64_t>(ffi::ByteWidth(dtype));
+  const int64_t lines = bytes / kLineBytes;
+  if (bytes % kLineBytes || rows * heads * (lines + 1) > kMostLines) {
+    return invalid("device ", device, " of ", ranks, " ranks cannot merge outs ", buffers[0]);
+  }
+  const Merging call{buffers.data<char>(0), buffers.data<float>(1), buffers.data<char>(2),
+                     buffers.data<float>(3), rows, heads, lines, dtype == ffi::BF16, group};
+  return launched(merge(call, stream));
+}
+
 // values float32 [n]
 ffi::Error all_reduce_of(Stream stream, int32_t device, ffi::RemainingArgs arguments,
                          ffi::RemainingRets results, int64_t ranks, int64_t patience) {
@@ -65,6 +93,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_exchange, jspec::exchange_of,
                                   .Ctx<xla::ffi::DeviceOrdinal>()
                                   .RemainingArgs()
                                   .RemainingRets()
+                                  .Attr<int64_t>("patience"),
+                              {jspec::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_all_to_all_merge, jspec::merge_of,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<jspec::StreamContext>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("ranks")
                                   .Attr<int64_t>("patience"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
