@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ def all_to_all_cuda(pieces: Array, axes: Axes) -> Array:
     shape = pieces.shape
     flat = pieces.reshape(shape[0], math.prod(shape[1:]))
     size = flat.shape[1]
-    flat = _whole_lines(flat)
+    flat = _whole(flat, LINE_BYTES // flat.dtype.itemsize)
     (received,) = library.call(
         "exchange",
         [jax.ShapeDtypeStruct(flat.shape, flat.dtype)],
@@ -69,13 +70,17 @@ def all_to_all_merge_cuda(out: Array, lse: Array, axes: Axes) -> tuple[Array, Ar
     return merged.reshape(*shape, size), sums.reshape(shape)
 
 
-def all_reduce_cuda(x: Array, axes: Axes) -> Array:
-    """Sum float32 ``x`` over the ranks, in their order: ``reduce`` of an `OneSided`."""
-    flat = _whole_lines(x.reshape(-1))
+def all_reduce_cuda(x: Array, axes: Axes, dtype: Any, add: Array | None) -> Array | None:
+    """Sum ``x`` over the ranks, in their order: ``reduce`` of an `OneSided`."""
+    if x.dtype != jnp.float32 or x.nbytes > MAX_BYTES or dtype not in (jnp.float32, jnp.bfloat16):
+        return None
+    if add is not None and add.dtype != dtype:
+        return None
+    values = [_whole(y.reshape(-1), LINE_BYTES // 4) for y in (x, add) if y is not None]
     (sums,) = library.call(
         "all_reduce",
-        [jax.ShapeDtypeStruct(flat.shape, flat.dtype)],
-        flat,
+        [jax.ShapeDtypeStruct(values[0].shape, dtype)],
+        *values,
         vmap_method="sequential",
         ranks=np.int64(lax.axis_size(axes)),
         patience=np.int64(PATIENCE * 1e9),
@@ -83,9 +88,9 @@ def all_reduce_cuda(x: Array, axes: Axes) -> Array:
     return sums[: x.size].reshape(x.shape)
 
 
-def _whole_lines(x: Array) -> Array:
-    """``x [..., n]`` with zeros after it up to a multiple of a line."""
-    missing = -x.shape[-1] % (LINE_BYTES // x.dtype.itemsize)
+def _whole(x: Array, numbers: int) -> Array:
+    """``x [..., n]`` with zeros after it up to a multiple of ``numbers``, those of a line."""
+    missing = -x.shape[-1] % numbers
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, missing),)) if missing else x
 
 

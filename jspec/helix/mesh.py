@@ -60,8 +60,9 @@ class HelixConfig:
             the exchange; ``auto`` chooses the smaller message.
         exchange: the transport. ``xla`` is NCCL on GPUs. ``pallas`` and ``cuda`` are one-sided:
             each device stores its part in its peers' memory, within one process. The launch that
-            sends a message also waits for it, so they exclude ``overlap``. With ``cuda``, messages
-            of more than 1 MiB to a device, as of a prompt, use XLA.
+            sends a message also waits for it, so they exclude ``overlap``. ``cuda`` also sums over
+            all N devices after the output projection and the feed-forward, for ``tp`` too. Its
+            messages of more than 1 MiB to a device, as of a prompt, use XLA.
 
     Raises:
         ValueError: the sizes or options do not fit together.
@@ -97,10 +98,15 @@ class HelixConfig:
                 f"more, but kvp={self.kvp} and strategy={self.strategy!r}; leave overlap out"
             )
         if self.exchange != "xla":
-            if not self._exchanges:
+            of = {
+                "pallas": (self._exchanges, "strategy='helix' over kvp of 2 or more"),
+                "cuda": (self._sums, "strategy='helix' or 'tp' over 2 devices or more"),
+            }
+            is_carried, where = of[self.exchange]
+            if not is_carried:
                 raise ValueError(
-                    f"exchange={self.exchange!r} is of strategy='helix' over kvp of 2 or more, but "
-                    f"kvp={self.kvp} and strategy={self.strategy!r}; leave exchange out"
+                    f"exchange={self.exchange!r} is of {where}, but kvp={self.kvp}, "
+                    f"tpa={self.tpa} and strategy={self.strategy!r}; leave exchange out"
                 )
             if (self.overlap or 1) > 1:
                 raise ValueError(
@@ -176,6 +182,11 @@ class HelixConfig:
     def _exchanges(self) -> bool:
         """Whether there is an exchange that can be cut into chunks, or one-sided."""
         return self.kvp > 1 and self.strategy == "helix"
+
+    @property
+    def _sums(self) -> bool:
+        """Whether all N devices sum after the output projection and the feed-forward."""
+        return self.devices > 1 and self.strategy in ("helix", "tp")
 
     @property
     def _in_chunks(self) -> bool:

@@ -123,6 +123,8 @@ class Sharded:
             mesh=self.helix.mesh,
             in_specs=tuple(map(self._specs_of, arguments)),
             out_specs=self._specs_of(like),
+            # JAX does not know that the sums of a kernel are the same on all devices.
+            check_vma=self.helix.exchange != "cuda",
         )
         return run(*arguments)
 
@@ -257,12 +259,11 @@ def shard(model: Decoder, helix: HelixConfig) -> Sharded:
     graph, state = nnx.split(model)
     copy: Decoder = nnx.merge(graph, state)
     for block in copy.layers:
-        block.attention.out.axes = helix.axes
-        if isinstance(block.mlp, MLP):
-            block.mlp.down.axes = helix.axes
-        else:
-            block.mlp.axes = helix.axes
-            block.mlp.experts.axes = helix.ep_axes
+        mlp = block.mlp
+        for part in (block.attention.out, mlp.down if isinstance(mlp, MLP) else mlp):
+            part.axes, part.reduced_by = helix.axes, helix.exchange
+        if not isinstance(mlp, MLP):
+            mlp.experts.axes = helix.ep_axes
     if model.config.vocab_size % helix.shares == 0:
         copy.vocabulary_axes = helix.axes
     sharded = Sharded(copy, helix, decoder_spec, copy.vocabulary_axes)

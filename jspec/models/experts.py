@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 from jspec.models.modules import MLP, Kernel, Linear, constant, normal
+from jspec.ops.all_to_all import By, all_reduce
 from jspec.ops.grouped import grouped_linear
 from jspec.ops.norm import RMS
 from jspec.ops.route import Routed, route
@@ -157,9 +158,9 @@ class ExpertMLPs(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """A router, its experts, and a shared expert that every token takes.
 
-    ``axes``: axes of an enclosing `jax.shard_map` over which both are sharded. One all-reduce sums
-    over the devices of a group, which share an expert, and over groups (Bhatia et al. 2025, section
-    2.2, uses an all-reduce and an all-gather).
+    ``axes``: axes of an enclosing `jax.shard_map` over which both are sharded. One all-reduce, by
+    ``reduced_by``, sums over the devices of a group, which share an expert, and over groups (Bhatia
+    et al. 2025, section 2.2, uses an all-reduce and an all-gather).
     """
 
     def __init__(self, width: int, experts: Experts, *, dtype, rngs: nnx.Rngs | None):
@@ -170,6 +171,7 @@ class MixtureOfExperts(nnx.Module):
         self.shared = None if shared is None else MLP(width, shared, bias=False, **options)
         self.shared_gate = Linear(width, 1, bias=False, **options) if experts.shared_gated else None
         self.axes: tuple[str, ...] = ()
+        self.reduced_by: By = "xla"
 
     def __call__(self, x: Array, norm: RMS) -> Array:
         """``x [B, T, D]`` plus the experts' output for ``norm(x)``."""
@@ -184,9 +186,10 @@ class MixtureOfExperts(nnx.Module):
                 shared *= nnx.sigmoid(self.shared_gate.partial(x, norm=norm))
             outputs += shared
         if self.axes:
-            outputs = lax.psum(outputs, self.axes)
-            if (bias := self.experts.last_bias(routed)) is not None:
-                outputs += bias.reshape(x.shape)
+            reduced = functools.partial(all_reduce, outputs, self.axes, by=self.reduced_by)
+            if (bias := self.experts.last_bias(routed)) is None:
+                return reduced(dtype=x.dtype, add=x)
+            outputs = reduced() + bias.reshape(x.shape)
         return x + outputs.astype(x.dtype)
 
 

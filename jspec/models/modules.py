@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jspec.models.joined import Part, gate_up_parts, joined_shape
+from jspec.ops.all_to_all import By, all_reduce
 from jspec.ops.linear import linear
 from jspec.ops.linear_chain import ChainOp
 from jspec.ops.norm import RMS
@@ -70,13 +71,14 @@ class Linear(nnx.Module):
     """``x @ kernel + bias``, ``kernel [in, out]``; sums in float32, returns the dtype of ``x``.
 
     ``axes``: axes of an enclosing `jax.shard_map` over which the inputs and the rows of the kernel
-    are sharded; an all-reduce adds the partial outputs of the devices.
+    are sharded; an all-reduce by ``reduced_by`` adds the partial outputs of the devices.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype, rngs: nnx.Rngs | None):
         self.kernel = normal((inputs, outputs), inputs**-0.5, dtype, rngs)
         self.bias = constant((outputs,), 0.0, dtype, rngs) if bias else None
         self.axes: tuple[str, ...] = ()
+        self.reduced_by: By = "xla"
 
     def __call__(self, x: Array, *, norm: RMS | None = None, add: Array | None = None) -> Array:
         """Compute ``norm(x) @ kernel + bias + add``.
@@ -92,8 +94,13 @@ class Linear(nnx.Module):
         kernel, bias = self.kernel.get_value(), _value(self.bias)
         if not self.axes:
             return linear(x, kernel, bias, norm=norm, add=add)
-        y = lax.psum(self.partial(x, norm=norm), self.axes).astype(x.dtype)
-        y = y if bias is None else y + jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
+        reduced = partial(
+            all_reduce, self.partial(x, norm=norm), self.axes, by=self.reduced_by, dtype=x.dtype
+        )
+        if bias is None:
+            return reduced(add=add)
+        y = reduced()
+        y += jnp.expand_dims(bias, range(y.ndim - 1)).astype(y.dtype)
         return y if add is None else add.astype(y.dtype) + y
 
     def chain_op(self, *, add: Array | int) -> ChainOp | None:

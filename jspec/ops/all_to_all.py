@@ -31,8 +31,9 @@ class OneSided:
             devices of the process, in their order; ``axes`` are the last of the mesh.
         refuses: ``refuses(devices)`` returns why so many devices cannot run it, or None.
         max_bytes: to one peer; None is no limit.
-        reduce: ``reduce(x, axes)`` sums float32 ``x`` over the ranks, in their order, called as
-            ``run`` is; None where there is no such kernel.
+        reduce: ``reduce(x, axes, dtype, add)`` is `all_reduce` with the ranks summed in their
+            order, called as ``run`` is; it returns None for what it does not take. None where there
+            is no such kernel.
         merge: ``merge(out, lse, axes)`` is an all-to-all of attention over parts of the keys with
             its merge, as `jspec.helix.attention.all_to_all_merge`, called as ``run`` is; it returns
             None for shapes that it does not take. None where there is no such kernel.
@@ -41,7 +42,7 @@ class OneSided:
     run: Callable[[Array, Axes], Array]
     refuses: Callable[[int], str | None]
     max_bytes: int | None = None
-    reduce: Callable[[Array, Axes], Array] | None = None
+    reduce: Callable[[Array, Axes, Any, Array | None], Array | None] | None = None
     merge: Callable[[Array, Array, Axes], tuple[Array, Array] | None] | None = None
 
 
@@ -69,7 +70,9 @@ def all_to_all(x: Array, axes: Axes, *, axis: int, by: By = "xla") -> Array:
     return lax.all_to_all(x, axes, split_axis=axis, concat_axis=0)
 
 
-def all_reduce(x: Array, axes: Axes, *, by: By = "xla") -> Array:
+def all_reduce(
+    x: Array, axes: Axes, *, by: By = "xla", dtype: Any = None, add: Array | None = None
+) -> Array:
     """Sum ``x`` over the ranks of mesh axes, inside `jax.shard_map`.
 
     Each device of a one-sided all-reduce sends ``x`` whole to all others: one message where a ring
@@ -81,14 +84,18 @@ def all_reduce(x: Array, axes: Axes, *, by: By = "xla") -> Array:
         axes: mesh axes.
         by: how to send. ``cuda`` takes float32 up to its largest message, and sums in the order of
             the ranks, so that all have the same bits at any size. XLA sums whatever else there is.
+        dtype: of the sum; None is that of ``x``.
+        add: added to the sum in ``dtype``, such as a residual, the same on all ranks.
 
     Returns:
-        The sum, in the shape and dtype of ``x``.
+        The sum, in the shape of ``x``.
     """
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     kernel = None if by == "xla" else _one_sided(by).reduce
-    if kernel is not None and x.dtype == jnp.float32 and takes(by, x.nbytes):
-        return kernel(x, axes)
-    return lax.psum(x, axes)
+    if kernel is not None and (total := kernel(x, axes, dtype, add)) is not None:
+        return total
+    total = lax.psum(x, axes).astype(dtype)
+    return total if add is None else add.astype(dtype) + total
 
 
 def merged_one_sided(out: Array, lse: Array, axes: Axes, by: By) -> tuple[Array, Array] | None:

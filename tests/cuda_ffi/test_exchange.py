@@ -71,7 +71,8 @@ def test_the_merge_is_that_of_all_parts(ranks, heads, size, dtype, emulator, mon
     outs = outs.at[1, 0].set(jnp.nan)
     merge = functools.partial(cuda.all_to_all_merge_cuda, axes="kvp")
     merged, sums = on_each(ranks, merge, outs, lses)
-    expected, expected_sums = (np.asarray(x, np.float32) for x in merge_attention(outs, lses))
+    right = merge_attention(outs, jnp.asarray(lses))
+    expected, expected_sums = (np.asarray(x, np.float32) for x in right)
     share = heads // ranks
     near = 1e-6 if dtype == "float32" else 2**-8
     for rank in range(ranks):
@@ -82,17 +83,27 @@ def test_the_merge_is_that_of_all_parts(ranks, heads, size, dtype, emulator, mon
             np.testing.assert_allclose(sums[rank, i], expected_sums[:, :, own], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, 300), (4, 5)], ids=str)
-def test_pieces_and_sums_are_those_of_numpy(ranks, size, emulator, monkeypatch):
+@pytest.mark.parametrize(
+    ("ranks", "size", "dtype"), [(2, 300, "bfloat16"), (4, 5, "float32")], ids=str
+)
+def test_pieces_and_sums_are_those_of_numpy(ranks, size, dtype, emulator, monkeypatch):
+    """Sums are rounded, alone and before a residual is added to them."""
     monkeypatch.setattr(library, "call", emulator)
-    x = np.random.default_rng(size).standard_normal((ranks, ranks, size), np.float32)
+    rng = np.random.default_rng(size)
+    x = rng.standard_normal((ranks, ranks, size), np.float32)
+    residual = jnp.asarray(rng.standard_normal(size), dtype)
 
     def body(pieces):
         found = cuda.all_to_all_cuda(pieces, "kvp")
-        return found, cuda.all_reduce_cuda(pieces[0] + 0 * found[0], "kvp")
+        sums = [cuda.all_reduce_cuda(pieces[0] + 0 * found[0], "kvp", jnp.dtype(dtype), None)]
+        follows = residual + (0 * sums[0]).astype(dtype)
+        sums.append(cuda.all_reduce_cuda(pieces[0], "kvp", jnp.dtype(dtype), follows))
+        return found, sums
 
-    found, sums = on_each(ranks, body, x)
+    found, (sums, added) = on_each(ranks, body, x)
     expected = functools.reduce(np.add, x[:, 0])  # one rank after another
     for i in range(MESSAGES):
         np.testing.assert_array_equal(found[:, i], 2**i * np.swapaxes(x, 0, 1))
-        np.testing.assert_array_equal(sums[:, i], 2**i * np.repeat(expected[None], ranks, axis=0))
+        rounded = jnp.asarray(2**i * expected, dtype)
+        for result, right in ((sums, rounded), (added, residual + rounded)):
+            np.testing.assert_array_equal(result[:, i], np.repeat(right[None], ranks, axis=0))

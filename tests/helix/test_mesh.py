@@ -30,7 +30,12 @@ def spec(kv_heads: int) -> LayerSpec:
         ({"kvp": 2, "overlap": 2, "strategy": "medha"}, "overlap=2 cuts .*; leave overlap out"),
         ({"up_projection": "never"}, "up_projection='never' must be one of auto, before, after"),
         ({"kvp": 2, "exchange": "nccl"}, "exchange='nccl' must be one of xla, pallas, cuda"),
-        ({"tpa": 2, "exchange": "cuda"}, "exchange='cuda' is of .* but kvp=1 and strategy='helix'"),
+        ({"tpa": 2, "exchange": "pallas"}, "exchange='pallas' is of .* but kvp=1, tpa=2 and strat"),
+        ({"exchange": "cuda"}, "exchange='cuda' is of .* 2 devices or more, but kvp=1, tpa=1"),
+        (
+            {"kvp": 2, "tpa": 2, "strategy": "medha", "exchange": "cuda"},
+            "exchange='cuda' is of strategy='helix' or 'tp' .*; leave exchange out",
+        ),
         (
             {"kvp": 2, "exchange": "pallas", "overlap": 2},
             "overlap=2 overlaps messages with attention, but exchange='pallas' waits for each",

@@ -96,12 +96,20 @@ def test_messages_that_follow_each_other_are_not_mixed_up(by, kvp):
 
 
 @pytest.mark.parametrize(
-    ("kvp", "tpa", "shape"),
-    [(2, 1, (3, 5)), (2, 4, (7,)), (4, 2, (2, 4, 8)), (8, 1, (9,))],
+    ("kvp", "tpa", "shape", "dtype"),
+    [
+        (2, 1, (3, 5), "float32"),
+        (2, 4, (7,), "bfloat16"),
+        (4, 2, (2, 4, 8), "float32"),
+        (8, 1, (9,), "bfloat16"),
+    ],
     ids=str,
 )
-def test_sums_are_in_the_order_of_ranks(kvp, tpa, shape):
-    """Bit for bit, of numbers that sum to others in another order, and of groups."""
+def test_sums_are_in_the_order_of_ranks(kvp, tpa, shape, dtype):
+    """Bit for bit, of numbers that sum to others in another order, and of groups.
+
+    They are rounded, alone and before a residual is added.
+    """
     helix = over("cuda", kvp, tpa)
     rng = np.random.default_rng(kvp)
     scale = np.float32(10) ** rng.integers(-4, 5, (kvp * tpa, *shape))
@@ -110,24 +118,44 @@ def test_sums_are_in_the_order_of_ranks(kvp, tpa, shape):
     expected = functools.reduce(np.add, groups)  # one rank after another
     if kvp > 2:
         assert (functools.reduce(np.add, groups[::-1]) != expected).any()
-    found = on(helix, lambda x: all_reduce(x, helix.kvp_axes, by="cuda"), x)
-    np.testing.assert_array_equal(found, np.repeat(expected, kvp, axis=0))
+    residual = np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+
+    def body(x):
+        reduced = functools.partial(all_reduce, axes=helix.kvp_axes, by="cuda", dtype=dtype)
+        sums = reduced(x)
+        # Never true, but the second sum follows from the first.
+        follows = jnp.where(sums == jnp.inf, sums, residual)
+        return sums, reduced(x, add=follows)
+
+    rounded = np.repeat(np.asarray(jnp.asarray(expected, dtype)), kvp, axis=0)
+    for found, right in zip(on(helix, body, x), (rounded, residual + rounded), strict=True):
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, right)
 
 
 def test_other_sums_go_by_xla():
     """Larger ones, other dtypes, and where a transport has no kernel for it."""
     helix = over("cuda", 2)
     limit = cuda.MAX_BYTES // 4
-    cases = [("cuda", limit, "float32"), ("cuda", limit + 1, "float32"), ("cuda", 2, "bfloat16")]
-    for by, size, dtype in [*cases, ("pallas", 2, "float32"), ("xla", 2, "float32")]:
+    by_kernel = ("cuda", limit, "float32", "bfloat16")
+    cases = [
+        by_kernel,
+        ("cuda", limit + 1, "float32", None),
+        ("cuda", 2, "bfloat16", None),
+        ("cuda", 2, "float32", "float16"),
+        ("pallas", 2, "float32", None),
+        ("xla", 2, "float32", None),
+    ]
+    for case in cases:
+        by, size, dtype, of_sums = case
         run = jax.shard_map(
-            functools.partial(all_reduce, axes=helix.kvp_axes, by=by),
+            functools.partial(all_reduce, axes=helix.kvp_axes, by=by, dtype=of_sums),
             mesh=helix.mesh,
             in_specs=P(helix.axes),
             out_specs=P(helix.axes),
         )
         text = str(jax.make_jaxpr(run)(jax.ShapeDtypeStruct((2 * size,), dtype)))
-        assert ("psum" in text) == ((by, size, dtype) != cases[0]), (by, size, dtype)
+        assert ("psum" in text) == (case != by_kernel), case
 
 
 def traced(by: By, size: int) -> str:

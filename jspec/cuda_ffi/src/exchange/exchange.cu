@@ -67,6 +67,37 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(
   finish(own, x.group);
 }
 
+// What a device hears from its peers.
+struct Heard {
+  const Line* from[kMostDevices];
+  uint32_t message[kMostDevices];
+  int ranks, me;
+
+  __device__ __forceinline__ Heard(const Workspace& own, const Group& group)
+      : ranks(group.ranks), me(group.me) {
+#pragma unroll
+    for (int rank = 0; rank < kMostDevices; ++rank) {
+      if (!is_peer(rank)) continue;
+      message[rank] = own.messages[group.first + rank] + 1;
+      from[rank] = own.lines[message[rank] % 2][group.first + rank];
+    }
+  }
+
+  __device__ __forceinline__ bool is_peer(int rank) const { return rank < ranks && rank != me; }
+
+  // Line `i` of each peer as it is: all are asked for before one is awaited.
+  __device__ __forceinline__ void ask(int64_t i, Line (&asked)[kMostDevices]) const {
+#pragma unroll
+    for (int rank = 0; rank < kMostDevices; ++rank) {
+      if (is_peer(rank)) asked[rank] = receive(from[rank] + i);
+    }
+  }
+
+  __device__ __forceinline__ uint2 bits(int rank, int64_t i, Line asked, int64_t until) const {
+    return awaited(asked, from[rank] + i, message[rank], until);
+  }
+};
+
 // Adds the numbers of a line times `share`, of which there are two of float32 or four of bfloat16.
 template <bool kNarrow>
 __device__ __forceinline__ void add_line(float (&sums)[4], uint2 bits, float share) {
@@ -114,45 +145,31 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(
     }
   }
   const int64_t until = now() + x.group.patience;
-  const Line* from[kMostDevices];
-  uint32_t heard[kMostDevices];
-#pragma unroll
-  for (int rank = 0; rank < kMostDevices; ++rank) {
-    if (rank >= ranks || rank == me) continue;
-    heard[rank] = own->messages[origin + rank] + 1;
-    from[rank] = own->lines[heard[rank] % 2][origin + rank];
-  }
+  const Heard heard(*own, x.group);
   for (int64_t item = first; item < items; item += step) {
     const int64_t head = head_of(item, me), begin = item * (lines + 1);
     Line last[kMostDevices], part[kMostDevices];
     float lses[kMostDevices], shares[kMostDevices];
-    // All lines are asked for before one is awaited.
-    const auto ask = [&](Line(&to)[kMostDevices], int64_t i) {
-#pragma unroll
-      for (int rank = 0; rank < kMostDevices; ++rank) {
-        if (rank < ranks && rank != me) to[rank] = receive(from[rank] + begin + i);
-      }
-    };
-    ask(last, lines);
-    if (lane < lines) ask(part, lane);
+    heard.ask(begin + lines, last);
+    if (lane < lines) heard.ask(begin + lane, part);
+    const float own_lse = x.lses[head];
 #pragma unroll
     for (int rank = 0; rank < kMostDevices; ++rank) {
       if (rank >= ranks) continue;
-      lses[rank] = rank == me ? x.lses[head]
-                              : __uint_as_float(awaited(last[rank], from[rank] + begin + lines,
-                                                        heard[rank], until).x);
+      lses[rank] = rank == me ? own_lse
+                              : __uint_as_float(
+                                    heard.bits(rank, begin + lines, last[rank], until).x);
     }
     const float lse = shares_of(lses, ranks, shares);
     if (lane == 0) x.lse[item] = lse;
     for (int64_t i = lane; i < lines; i += kLanes) {
-      if (i != lane) ask(part, i);
+      if (i != lane) heard.ask(begin + i, part);
+      const uint2 own_bits = outs[head * lines + i];
       float sums[4] = {};
 #pragma unroll
       for (int rank = 0; rank < kMostDevices; ++rank) {
         if (rank >= ranks) continue;
-        const uint2 bits = rank == me ? outs[head * lines + i]
-                                      : awaited(part[rank], from[rank] + begin + i, heard[rank],
-                                                until);
+        const uint2 bits = rank == me ? own_bits : heard.bits(rank, begin + i, part[rank], until);
         // An output without a key may be anything.
         if (shares[rank] > 0) add_line<kNarrow>(sums, bits, shares[rank]);
       }
@@ -162,9 +179,29 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(
   finish(own, x.group);
 }
 
+// Two numbers as those that are stored.
+template <bool kNarrow>
+__device__ __forceinline__ void store_sums(const Reduction& x, int64_t i, float2 sum) {
+  if constexpr (kNarrow) {
+    uint32_t pair = narrow(sum.x) | uint32_t(narrow(sum.y)) << 16;
+    if (x.added) {
+      const uint32_t added = reinterpret_cast<const uint32_t*>(x.added)[i];
+      pair = narrow(low(added) + low(pair)) | uint32_t(narrow(high(added) + high(pair))) << 16;
+    }
+    reinterpret_cast<uint32_t*>(x.sums)[i] = pair;
+  } else {
+    if (x.added) {
+      const float2 added = reinterpret_cast<const float2*>(x.added)[i];
+      sum = make_float2(added.x + sum.x, added.y + sum.y);
+    }
+    reinterpret_cast<float2*>(x.sums)[i] = sum;
+  }
+}
+
+template <bool kNarrow>
 __global__ void __launch_bounds__(kThreads) reduce_kernel(
-    const Reduction x, const __grid_constant__ Peers peers) {
-  const auto [ranks, me, origin, patience] = x.group;
+    const __grid_constant__ Reduction x, const __grid_constant__ Peers peers) {
+  const int ranks = x.group.ranks, me = x.group.me, origin = x.group.first;
   Workspace* own = peers.of[me];
   const int64_t lines = x.count * sizeof(float) / kLineBytes;
   const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -176,20 +213,21 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(
     Line* there = peers.of[receiver]->lines[sent % 2][origin + me];
     for (int64_t i = first; i < lines; i += step) send(there + i, line_of(values[i], sent));
   }
-  const int64_t until = now() + patience;
+  const int64_t until = now() + x.group.patience;
+  const Heard heard(*own, x.group);
   for (int64_t i = first; i < lines; i += step) {
+    Line asked[kMostDevices];
+    heard.ask(i, asked);
+    const uint2 own_bits = values[i];
     float2 sum;
-    for (int rank = 0; rank < ranks; ++rank) {
-      uint2 bits = values[i];
-      if (rank != me) {
-        const uint32_t heard = own->messages[origin + rank] + 1;
-        const Line* here = own->lines[heard % 2][origin + rank] + i;
-        bits = awaited(receive(here), here, heard, until);
-      }
+#pragma unroll
+    for (int rank = 0; rank < kMostDevices; ++rank) {
+      if (rank >= ranks) continue;
+      const uint2 bits = rank == me ? own_bits : heard.bits(rank, i, asked[rank], until);
       const float2 pair = {__uint_as_float(bits.x), __uint_as_float(bits.y)};
       sum = rank ? make_float2(sum.x + pair.x, sum.y + pair.y) : pair;
     }
-    reinterpret_cast<float2*>(x.sums)[i] = sum;
+    store_sums<kNarrow>(x, i, sum);
   }
   finish(own, x.group);
 }
@@ -203,7 +241,8 @@ const char* open_one(int device) {
   if (!error) error = cudaFuncGetAttributes(&attributes, exchange_kernel);
   if (!error) error = cudaFuncGetAttributes(&attributes, merge_kernel<false>);
   if (!error) error = cudaFuncGetAttributes(&attributes, merge_kernel<true>);
-  if (!error) error = cudaFuncGetAttributes(&attributes, reduce_kernel);
+  if (!error) error = cudaFuncGetAttributes(&attributes, reduce_kernel<false>);
+  if (!error) error = cudaFuncGetAttributes(&attributes, reduce_kernel<true>);
   if (!error) error = cudaMalloc(&made, sizeof(Workspace));
   if (!error) error = cudaMemset(made, 0, sizeof(Workspace));
   if (!error) error = cudaDeviceSynchronize();
@@ -271,8 +310,8 @@ const char* all_reduce(const Reduction& reduction, Stream stream) {
   Peers peers = {};
   if (const char* wrong = peers_of(reduction.group, peers)) return wrong;
   const int64_t lines = reduction.count * sizeof(float) / kLineBytes;
-  return launch_behind(reduce_kernel, blocks_of(lines), kThreads, 0, false, stream, reduction,
-                       peers);
+  return launch_behind(reduction.narrow ? reduce_kernel<true> : reduce_kernel<false>,
+                       blocks_of(lines), kThreads, 0, false, stream, reduction, peers);
 }
 
 }  // namespace jspec

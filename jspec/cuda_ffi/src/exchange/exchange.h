@@ -48,11 +48,13 @@ struct Merging {
 };
 
 // Each device sends all of its values to every peer, and sums those of all ranks in their order, so
-// that all devices have the same bits.
+// that all devices have the same bits. The sum is rounded, and `added` is added to that.
 struct Reduction {
   const float* values;  // [count]
-  float* sums;          // [count]
+  const char* added;    // [count] as the sums are, or null
+  char* sums;           // [count]
   int64_t count;        // even, at most kMostBytes / 4
+  bool narrow;          // sums are bfloat16, and not float32
   Group group;
 };
 

@@ -150,9 +150,18 @@ const char* all_reduce(const Reduction& x, Stream) {
   const auto pieces = [&](int) { return reinterpret_cast<const char*>(x.values); };
   const auto found = [&](int rank) { return reinterpret_cast<char*>(row(rank)); };
   if (const char* wrong = message(x.group, bytes, pieces, found)) return wrong;
-  std::copy_n(row(0), x.count, x.sums);
-  for (int rank = 1; rank < x.group.ranks; ++rank) {
-    for (int64_t i = 0; i < x.count; ++i) x.sums[i] += row(rank)[i];
+  for (int64_t i = 0; i < x.count; ++i) {
+    float sum = row(0)[i];
+    for (int rank = 1; rank < x.group.ranks; ++rank) sum += row(rank)[i];
+    if (x.narrow) {
+      const auto added = reinterpret_cast<const uint16_t*>(x.added);
+      const uint16_t rounded = narrow(sum);
+      reinterpret_cast<uint16_t*>(x.sums)[i] =
+          added ? narrow(wide(added[i]) + wide(rounded)) : rounded;
+    } else {
+      const auto added = reinterpret_cast<const float*>(x.added);
+      reinterpret_cast<float*>(x.sums)[i] = added ? added[i] + sum : sum;
+    }
   }
   return nullptr;
 }

@@ -64,22 +64,29 @@ ffi::Error merge_of(Stream stream, int32_t device, ffi::RemainingArgs arguments,
   return launched(merge(call, stream));
 }
 
-// values float32 [n]
+// values float32 [n], and what is added [n], or nothing; sums [n] of bfloat16 or float32
 ffi::Error all_reduce_of(Stream stream, int32_t device, ffi::RemainingArgs arguments,
                          ffi::RemainingRets results, int64_t ranks, int64_t patience) {
-  ffi::Error error = check_count(arguments, 1, results, 1);
+  const bool adds = arguments.size() == 2;
+  ffi::Error error = check_count(arguments, adds ? 2 : 1, results, 1);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
   const auto shape = buffers[0].dimensions();
   const int64_t count = shape.size() ? shape[0] : 0;
-  error = buffers.check(0, 1, {{"values", ffi::F32, {count}}, {"sums", ffi::F32, {count}}});
+  const size_t last = buffers.size() - 1;
+  const ffi::DataType dtype =
+      buffers[last].element_type() == ffi::BF16 ? ffi::BF16 : ffi::F32;
+  std::vector<Wanted> wanted = {{"values", ffi::F32, {count}}, {"sums", dtype, {count}}};
+  if (adds) wanted.insert(wanted.begin() + 1, {"added", dtype, {count}});
+  error = buffers.check(0, 1, wanted);
   if (error.failure()) return error;
   const Group group = group_of(device, ranks, patience);
   const int64_t bytes = count * int64_t{sizeof(float)};
   if (!group.ranks || bytes % kLineBytes || bytes > kMostBytes) {
     return invalid("device ", device, " of ", ranks, " ranks cannot reduce ", buffers[0]);
   }
-  const Reduction call{buffers.data<float>(0), buffers.data<float>(1), count, group};
+  const Reduction call{buffers.data<float>(0), adds ? buffers.data<char>(1) : nullptr,
+                       buffers.data<char>(last), count, dtype == ffi::BF16, group};
   return launched(all_reduce(call, stream));
 }
 
