@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jspec
+from jspec.decode.state import Exact
 from jspec.policies import named_policy
 
 RATIO = 0.07  # of the context, which sparse drafters read
@@ -73,6 +74,10 @@ STEP_SAMPLING = SAMPLING | {
 }
 
 
+# Levels of exactness, by their names in cases.
+EXACT: dict[str, Exact | None] = {"no": None, "tokens": "tokens", "bits": "bits"}
+
+
 def preferring(name: str) -> jspec.Backends:
     """The backends of a step by one of `BACKENDS`."""
     return jspec.Backends() if name == DEFAULT_BACKENDS else jspec.Backends.prefer(name)
@@ -86,10 +91,12 @@ class Drafting:
     config: jspec.StepConfig
 
     @classmethod
-    def of(cls, name: str, gamma: int, exact: bool, backends: str = DEFAULT_BACKENDS) -> Drafting:
+    def of(
+        cls, name: str, gamma: int, exact: str = "no", backends: str = DEFAULT_BACKENDS
+    ) -> Drafting:
         """The drafter of a name in `ALL`, `BY_A_MODEL` or `BY_HASHES`, or the policy in `LOSSY`.
 
-        Its steps prefer ``backends``, one of `BACKENDS`.
+        Its steps are of a level of `EXACT`, and prefer ``backends``, one of `BACKENDS`.
         """
         if name in LOSSY:
             target = named_policy(LOSSY[name])
@@ -97,7 +104,7 @@ class Drafting:
             return cls(name, config)
         text = (ALL | BY_A_MODEL | BY_HASHES)[name]
         draft, gamma = jspec.named_draft(text), 0 if name == PLAIN else gamma
-        return cls(name, jspec.StepConfig(gamma, draft, preferring(backends), exact=exact))
+        return cls(name, jspec.StepConfig(gamma, draft, preferring(backends), exact=EXACT[exact]))
 
 
 def params_of(sampling: str, new: int, rows: int) -> list[jspec.SamplingParams]:

@@ -43,6 +43,8 @@ def as_today(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_today(suite: str, row: Row) -> Row:
     operation, case = row.get("operation"), row.get("case") or {}
+    if case.get("exact") == "yes":
+        return _as_today(suite, row | {"case": case | {"exact": "bits"}})
     if operation == "decode_step":
         return _decode_step(row, reads=suite == "hata-e2e")
     if operation == "iteration":
@@ -89,7 +91,7 @@ def _decode_step(row: Row, *, reads: bool) -> Row:
 
 def _iteration(row: Row) -> Row:
     is_exact = row["name"].endswith("-exact")
-    case = _without(row["case"], "draft") | {"percent": 7, "exact": "yes" if is_exact else "no"}
+    case = _without(row["case"], "draft") | {"percent": 7, "exact": "bits" if is_exact else "no"}
     new = {"operation": "draft", "case": case, "name": row["name"].removesuffix("-exact")}
     rest = _renamed(_without(row, *new), tokens_per_iteration="tokens")
     if "setting" in rest:
@@ -134,7 +136,7 @@ def _accepted_length(row: Row, base: np.ndarray | None) -> Row:
 
 
 def _parity(row: Row) -> Row:
-    case = _without(row["case"], "draft") | {"exact": "yes" if row["mode"] == "exact" else "no"}
+    case = _without(row["case"], "draft") | {"exact": "bits" if row["mode"] == "exact" else "no"}
     operation = "draft" if row["kind"] == "decode" else "forced"
     new = {"operation": operation, "case": case, "name": row["case"]["draft"] or "none"}
     rest = _without(row, "case", "mode", "kind")

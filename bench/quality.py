@@ -21,7 +21,7 @@ import numpy as np
 import jspec
 from bench import cases, ceilings
 from bench.cases import Case
-from bench.drafters import PLAIN, SAMPLING, Drafting, drafts
+from bench.drafters import EXACT, PLAIN, SAMPLING, Drafting, drafts
 from bench.point import Row, row
 from bench.policies import scored_bytes
 from bench.program import failure
@@ -71,7 +71,7 @@ DRAFT: Case = {"S": 8192, "texts": 16, "skip": 0, "B": 16, "new": 256, "gamma": 
 DRAFT |= {"sampling": "greedy", "rule": "token", "exact": "no"}
 # Figure 7 of Yue et al. 2026; there 1024 keys, whatever the context.
 OVERLAP: Case = {"S": 8192, "texts": 4, "gamma": 7, "percent": 7}
-CHOICES = {"sampling": tuple(SAMPLING), "rule": ("token", "block"), "exact": ("no", "yes")}
+CHOICES = {"sampling": tuple(SAMPLING), "rule": ("token", "block"), "exact": tuple(EXACT)}
 
 
 def drafters(percent: float) -> dict[str, str]:
@@ -167,7 +167,7 @@ def scores_of(
 def drafted(case: Case, settings: Settings) -> Iterator[Row]:
     """A row for each drafter; all start from one prefill of the same texts."""
     model, tokenizer = jspec.load_bundled()
-    exact, sampling = case["exact"] == "yes", case["sampling"]
+    exact, sampling = EXACT[case["exact"]], case["sampling"]
     texts_of = drafters(case["percent"])
     first = PLAIN, REFERENCE  # what others are compared with
     names = [*first, *(name for name in texts_of if name not in first)]
@@ -303,7 +303,7 @@ DRAFTING = Benchmark(
     gpu=[
         *cases.product(S=("8K", "31K"), sampling=("greedy", "t0.8")),
         *cases.product(percent=(1, 2, 3, 5, 10)),
-        "S=512,texts=64,B=32,new=512,gamma=4,exact=yes",
+        "S=512,texts=64,B=32,new=512,gamma=4,exact=tokens",
     ],
     quick=["S=8K,texts=4,B=4,new=64"],
     cpu=["S=256,texts=2,B=2,new=12,gamma=3", "texts=4,B=4,new=64"],

@@ -28,7 +28,7 @@ from bench.decode.check import LAYERS, first_selecting
 from bench.decode.iterations import Iteration
 from bench.decode.shapes import drawn
 from bench.decode.states import NoisyDraft, NoisyPadding
-from bench.drafters import ALL, BACKENDS, STEP_SAMPLING, drafts, preferring
+from bench.drafters import ALL, BACKENDS, EXACT, STEP_SAMPLING, drafts, preferring
 from bench.point import Row, row, spread
 from bench.policies import NAMES, arrays_of, policies
 from bench.program import Absent
@@ -55,7 +55,7 @@ DRAFTS = tuple(name for name, text in ALL.items() if ">" not in text and text no
 USUAL = ("vegas", "vegas-first", "streaming", "quest", "specextend", "vegas-int8", "vegas-mxfp4")
 READS = ("dense", "hata", "quest_32", "loki", "magicpig", "exact_topk", "streaming")
 MODEL_NAMES = tuple(name for name, config in MODELS.items() if config.latent is None)
-CHOICES = {"model": MODEL_NAMES, "exact": ("no", "yes"), "sampling": tuple(STEP_SAMPLING)}
+CHOICES = {"model": MODEL_NAMES, "exact": tuple(EXACT), "sampling": tuple(STEP_SAMPLING)}
 SIZES = ("B=1,S=8K", "B=4,S=8K", "B=32,S=8K", "B=1,S=120K", "B=4,S=120K")
 SMALL = "qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b"
 OTHERS = (  # by `--case` alone
@@ -94,7 +94,7 @@ def benchmark_of(
             step = config(case, name)
             if step.exact:
                 try:
-                    check_exact(model, step.cache_policy)
+                    check_exact(model, step.cache_policy, step.exact)
                 except BackendError as error:
                     yield row(operation, case, name, checked=None, reason=str(error))
                     continue
@@ -151,7 +151,7 @@ def pass_config(case: Case, name: str) -> StepConfig:
 
 def draft_config(case: Case, name: str) -> StepConfig:
     """A plain step, the verification alone, or an iteration of a drafter."""
-    exact, gamma = case["exact"] == "yes", case["gamma"]
+    exact, gamma = EXACT[case["exact"]], case["gamma"]
     if name in (PLAIN, ALONE):
         return StepConfig(0 if name == PLAIN else gamma, NoisyPadding(), exact=exact)
     text = drafts(case.get("percent", PERCENT) / 100)[name]
@@ -207,7 +207,7 @@ DRAFT = benchmark_of(
     choices=CHOICES,
     gpu=[
         *("B=4,S=120K", "model=gpt-oss-20b-attention,B=20,gamma=7", "B=64,S=8K,gamma=6"),
-        *("B=32,S=20K", "B=4,S=120K,exact=yes", "model=qwen3-30b-a3b"),
+        *("B=32,S=20K", "B=4,S=120K,exact=tokens", "model=qwen3-30b-a3b"),
         *("model=gpt-oss-20b", "model=gpt-oss-20b-mxfp4", "model=gemma-3-4b"),
         *(f"model={name},B=64,S=8K,gamma=5" for name in SMALL),
     ],

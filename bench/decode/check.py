@@ -72,7 +72,7 @@ class Check:
         small = Models(part_of(target, self.layers), policy=arrays)
         self._models = config.draft.prepare(small)
         self._config, self._drafter_state = config, drafter_state
-        self._reference = dataclasses.replace(config, backends=REFERENCE, exact=False)
+        self._reference = dataclasses.replace(config, backends=REFERENCE, exact=None)
 
     @property
     def compared(self) -> str:

@@ -25,7 +25,7 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import Drafted, NoDraft
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState, Models
+from jspec.decode.state import DecodeState, Exact, Models
 from jspec.models.decoder import Decoder
 from jspec.policies import Policy
 from jspec.policies.dense import DENSE
@@ -87,7 +87,7 @@ class Blueprint:
         gamma: int,
         room: int,
         policy: Policy = DENSE,
-        exact: bool = False,
+        exact: Exact | None = None,
         sampling: Mapping[str, Any] = MappingProxyType({}),
     ) -> Blueprint:
         """A blueprint for passes of up to ``gamma + 1`` tokens, with ``room`` slots for decoding.

@@ -28,6 +28,7 @@ from bench.drafters import (
     BY_A_MODEL,
     BY_HASHES,
     DEFAULT_BACKENDS,
+    EXACT,
     LOSSY,
     PLAIN,
     SAMPLING,
@@ -60,7 +61,7 @@ DEFAULT: cases.Case = {
 CHOICES = {
     "sampling": tuple(SAMPLING),
     "drafts": ("few", "all"),
-    "exact": ("no", "yes"),
+    "exact": tuple(EXACT),
     "backends": BACKENDS,
 }
 PROMPTS = 8  # of a cell at least: smaller batches are decoded one after the other
@@ -92,7 +93,7 @@ def grid(max_context: int) -> list[str]:
             else:
                 result += [f"{cell},sampling={sampling}" for sampling in ("greedy", "t0.8")]
     result += [f"B={headline[0]},S={headline[1]},backends={name}" for name in BACKENDS[1:]]
-    return [*result, f"B={exact[0]},S={exact[1]},exact=yes"]
+    return [*result, f"B={exact[0]},S={exact[1]},exact=tokens"]
 
 
 Pair = tuple[jspec.Decoder, jspec.Decoder | None]  # a model, and one that drafts for it
@@ -234,7 +235,7 @@ def _of_cell(
     shared: Row,
 ) -> Iterator[Row]:
     """The rows of one cell; what cannot run is a row with its reason."""
-    first, exact = todo[0][0], todo[0][0]["exact"] == "yes"
+    first = todo[0][0]
 
     def row(one_case: cases.Case, name: str, **rest: Any) -> Row:
         at = {"model": shared["model"], **one_case}
@@ -242,7 +243,11 @@ def _of_cell(
 
     about = {"texts": texts.digest(prompts)}
     try:
-        settings_of_cell = {"exact": exact, "limits": limits, "draft_model": models[1]}
+        settings_of_cell = {
+            "exact": EXACT[first["exact"]],
+            "limits": limits,
+            "draft_model": models[1],
+        }
         settings_of_cell["hashes"] = settings.hashes
         rows = [prompt.tokens for prompt in prompts]
         cell = Cell(models[0], tokenizer, rows, first["B"], **settings_of_cell)
@@ -250,7 +255,7 @@ def _of_cell(
         yield row(first, PLAIN, checked=False, reason=failure(PLAIN, error).reason)
         return
     draftings = {
-        name: Drafting.of(name, first["gamma"], exact, first["backends"])
+        name: Drafting.of(name, first["gamma"], first["exact"], first["backends"])
         for _, names in todo
         for name in names
         if name not in rivals.NAMES

@@ -27,7 +27,7 @@ from jspec.decode.options import usual_steps
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.rows import state_of
-from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.decode.state import DecodeState, Exact, FlatModels, Models
 from jspec.decode.step import decode_chunk
 from jspec.dispatch import Choice, record_choices
 from jspec.eval.sample import prepared
@@ -70,13 +70,14 @@ class Cell:
         rows: Sequence[list[int]],
         batch: int,
         *,
-        exact: bool,
+        exact: Exact | None,
         limits: Ceilings,
         hashes: Path | None = None,
         room: int = ROOM,
         draft_model: jspec.Decoder | None = None,
     ):
-        self.model, self.batch, self.exact, self._limits = model, batch, exact, limits
+        self.model, self.batch, self._limits = model, batch, limits
+        self.exact: Exact | None = exact
         self._tokenizer, self._hashes, self._room = tokenizer, hashes, room
         self._draft_model = draft_model
         self.batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
@@ -178,7 +179,9 @@ class Cell:
             self._plain[sampling, new] = measured.answers
             result |= {"rows": len(measured.answers), "checked": True}
         else:
-            result |= self.check_greedy(measured.answers, new, exact=drafting.config.exact)
+            result |= self.check_greedy(
+                measured.answers, new, exact=drafting.config.exact is not None
+            )
         return result
 
     def check_greedy(self, answers: check.Answers, new: int, *, exact: bool = False) -> Row:

@@ -51,7 +51,7 @@ def title(row: Row) -> str:
     rows = f"{case['B']} row" + ("s" if case["B"] > 1 else "")
     words = f"{case['model']}: {rows} of up to {kilo(case['S'])} tokens, {case['sampling']}, "
     words += f"{case['new']} new, gamma {case['gamma']}"
-    words += ", exact" if case["exact"] == "yes" else ""
+    words += "" if case["exact"] == "no" else f", exact {case['exact']}"
     return words + ("" if prefers_none(row) else f", backends {case['backends']}")
 
 

@@ -98,8 +98,8 @@ QUESTIONS = (
         "Exact mode and other libraries",
         MODELS,
         "Greedy, the same prompts and weights, over jspec's plain decoding without exact mode. "
-        "`exact=True` computes a token by the same bits in every pass: *same answers* are plain "
-        "decoding's, token for token.",
+        "With [`exact`](exact.md) drafts change no token: *same answers* are plain decoding's, "
+        "token for token.",
         real.decoders,
         5,
     ),
@@ -275,7 +275,7 @@ QUESTIONS = (
         systems.flips,
         3,
         (
-            "{model}, exact=True, {settings} settings of drafter, gamma and batch",
+            "{model}, exact={exact}, {settings} settings of drafter, gamma and batch",
             "{flips} flips",
             "in {tokens} greedy tokens, against plain decoding",
         ),

@@ -177,12 +177,13 @@ def decoders(runs: Sequence[Run]) -> Iterator[Line]:
 
 
 def _exact(row: Row, usual: Cell) -> dict[str, str]:
-    """Plain decoding and vegas with ``exact=True``, over plain decoding without it."""
+    """Plain decoding and vegas with a level of ``exact``, over plain decoding without one."""
     assert usual.plain is not None
     plain, rate = steady_rate(usual.plain), steady_rate(row)
     other, is_plain = usual.drafters.get(row["name"]), row["name"] == PLAIN
     return {
-        "decoder": "jspec, exact" + ("" if is_plain else f", {row['name']}"),
+        "decoder": f"jspec, exact {row['case']['exact']}"
+        + ("" if is_plain else f", {row['name']}"),
         "tok/s": tokens_per_second(row),
         "vs jspec": "" if plain is None or rate is None else ratio(rate / plain),
         "same answers": "" if is_plain else _same(row),

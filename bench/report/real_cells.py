@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import real
-from bench.drafters import ALL, BY_HASHES, FEW, LOSSY, PLAIN, SAMPLING
+from bench.drafters import ALL, BY_HASHES, EXACT, FEW, LOSSY, PLAIN, SAMPLING
 from bench.real.figures import Row, is_timed, over_plain, prefers_none, steady_rate, where
 from bench.real.rivals import NAMES as RIVALS
 
@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def exact(self) -> bool:
-        return self.case["exact"] == "yes"
+        return self.case["exact"] != "no"
 
     @functools.cached_property
     def plain(self) -> Row | None:
@@ -150,7 +150,8 @@ def cells(result: dict[str, Any]) -> list[Cell]:
 
     def place(cell: Cell) -> tuple[Any, ...]:
         case = cell.case
-        at = (case["B"], case["S"], case["gamma"], case["new"], case["exact"], case["backends"])
+        at = (case["B"], case["S"], case["gamma"], case["new"])
+        at += (list(EXACT).index(case["exact"]), case["backends"])
         return -longest[cell.model], cell.model, *at, list(SAMPLING).index(case["sampling"])
 
     return sorted((Cell(rows[0]["case"], rows) for rows in by_case.values()), key=place)

@@ -89,7 +89,7 @@ def steps(runs: Sequence[Run], kind: str) -> dict[Place, dict[Any, Row]]:
         for row in run.rows:
             case = row["case"]
             is_timed = row["checked"] and row.get("step_ns") and "over_floor" in row
-            if row["operation"] == kind and is_timed and case.get("exact") != "yes":
+            if row["operation"] == kind and is_timed and case.get("exact", "no") == "no":
                 of_place = places.setdefault((run.card, case["model"], case["B"], case["S"]), {})
                 of_place.setdefault(case["T"] if kind == "pass" else row["name"], row)
     return places

@@ -257,20 +257,20 @@ def _strategy(case: Row) -> str:
 
 
 def flips(runs: Sequence[Run]) -> Iterator[Line]:
-    """Greedy tokens that differ from plain decoding where a drafter decodes, by model and mode."""
-    by_mode: dict[tuple[str, str, str], list[Row]] = {}
+    """Greedy tokens that differ from plain decoding where a drafter decodes, by model and level."""
+    by_level: dict[tuple[str, str, str], list[Row]] = {}
     for run in runs:
         for row in (row for row in run.rows if row["operation"] == "draft" and "flips" in row):
-            mode = "exact" if row["case"]["exact"] == "yes" else "ordinary"
-            at = (run.card, row["case"].get("model", "bundled"), mode)
-            by_mode.setdefault(at, []).append(row)
-    for (card, model, mode), rows in by_mode.items():
+            level = row["case"]["exact"]
+            at = (run.card, row["case"].get("model", "bundled"), level)
+            by_level.setdefault(at, []).append(row)
+    for (card, model, level), rows in by_level.items():
         tokens, count = (sum(row[key] for row in rows) for key in ("compared", "flips"))
         margins = [margin for row in rows for margin in row.get("flip_margins", ())]
         cells = {
             "card": card,
             "model": model,
-            "mode": mode,
+            "exact": level,
             "settings": str(len(rows)),
             "tokens": f"{tokens:,}",
             "flips": str(count),
@@ -278,4 +278,4 @@ def flips(runs: Sequence[Run]) -> Iterator[Line]:
             "margin": f"{statistics.median(margins):.3f}" if margins else "",
             "largest": f"{max(margins):.3f}" if margins else "",
         }
-        yield Line(cells, headline=mode == "exact")
+        yield Line(cells, headline=level != "no")

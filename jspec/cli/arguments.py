@@ -142,8 +142,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--settings", metavar="FILE.json", help="draft and gamma, as jspec tune writes them")
     rules = "how a sampled draft is verified: token by token, or as a block; default %(default)s"
     add("--rule", choices=("token", "block"), default="token", help=rules)
-    same = "the greedy tokens of plain decoding bit for bit, whatever drafts; on an NVIDIA GPU"
-    add("--exact", action="store_true", help=same)
+    same = (
+        "tokens: the greedy tokens of plain decoding, whatever drafts; bits: however prompts are "
+    )
+    same += "prefilled, too; on an NVIDIA GPU"
+    add("--exact", choices=("tokens", "bits"), help=same)
     _add_decoding(parser)
     add(
         "--hosts",
@@ -225,7 +228,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         help="draft tokens a step; repeatable; default 3 to 12",
     )
     _add_decoding(parser)
-    parser.set_defaults(draft_model=None, rule="token", exact=False)
+    parser.set_defaults(draft_model=None, rule="token", exact=None)
     add("--json", action="store_true", help="print one JSON object instead of a table")
     _add_compile_cache(parser)
 

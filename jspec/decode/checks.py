@@ -21,7 +21,7 @@ from jspec.config import (
     whole_number,
 )
 from jspec.decode.on_mesh import is_shared, mesh_model
-from jspec.decode.state import Models
+from jspec.decode.state import Exact, Models
 from jspec.dispatch import BackendError
 from jspec.models.decoder import Decoder
 from jspec.models.experts import routing_shape
@@ -272,7 +272,7 @@ def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
 # --- bit-exact decoding -----------------------------------------------------------------------
 
 
-def check_exact(model: Model, cache_policy: Policy) -> None:
+def check_exact(model: Model, cache_policy: Policy, exact: Exact) -> None:
     """Raise `BackendError` where passes of ``model`` cannot be exact here, with the reason.
 
     docs/batch_invariance.md says why a token's bits follow from its own row alone where they can.
@@ -280,15 +280,15 @@ def check_exact(model: Model, cache_policy: Policy) -> None:
     """
     reason = refuses_triton() or _refuses_exact(model, cache_policy)
     if reason is not None:
-        raise BackendError(f"exact=True cannot serve this request: {reason}; leave exact out")
+        raise BackendError(f'exact="{exact}" cannot serve this request: {reason}; leave exact out')
 
 
-def check_started(exact: bool, step_exact: bool) -> None:
+def check_started(exact: Exact | None, step_exact: Exact | None) -> None:
     """Raise `ValueError` unless a state started with ``exact`` has steps with ``step_exact``."""
     if exact != step_exact:
         raise ValueError(
-            f"a state that was started with exact={exact} has no steps with exact={step_exact}; "
-            f"give start_decoding a config with exact={step_exact}"
+            f"a state that was started with exact={exact!r} has no steps with exact={step_exact!r};"
+            f" give start_decoding a config with exact={step_exact!r}"
             + (", or pass the state through jspec.convert_state" if exact else "")
         )
 

@@ -18,7 +18,7 @@ from jspec.dispatch import Backends, use_backends
 from jspec.policies import Policy
 from jspec.policies.policy import columns_of, create_cache, with_pages
 from jspec.sharding import Placing, explicit_mesh_sharding, place, with_auto_axes
-from jspec.typing import Model
+from jspec.typing import Array, Model
 
 TOKENS = ("keys", "values")  # the model's columns, as opposed to those of policies
 
@@ -43,15 +43,15 @@ def convert_state(
 
     Raises:
         ValueError: For a policy without its parameters; for a gamma for which a layer with a
-            sliding window has no room; and for ``exact=True`` where the prompts were prefilled
-            without it.
+            sliding window has no room; and for a level of ``exact`` with which the prompts were
+            not prefilled.
     """
     models = Models.of(models)
     check_arrays(models, config)
     source = state.cache
     check_rings(source.specs, source.layouts, config.gamma)
     if config.exact:
-        check_started(state.exact, True)
+        check_started(state.exact, config.exact)
     sharding = explicit_mesh_sharding(models) if sharding is None else sharding
     sizes = (source.specs, source.layouts, len(source.lengths), source.keys(0).dtype, sharding)
     empty = place({"cache": create_cache(config.cache_policy, *sizes)}, sharding)["cache"]
@@ -75,8 +75,24 @@ def convert_state(
             size=1,
             selects=True,
         )
+        if config.exact == "tokens":  # the keys of a longer pass, from which others decode too
+            cache = _restored(cache, source, begin)
         converted = dataclasses.replace(converted, cache=cache, draft=drafter_state)
     return place(converted, sharding)
+
+
+@jax.jit(donate_argnames="cache")
+def _restored(cache: Cache, source: Cache, positions: Array) -> Cache:
+    """``cache`` with the keys and values of ``source`` at ``positions [B]``."""
+    for layer, columns in enumerate(source.columns):
+        slots = source.slots(layer, positions[:, None])
+        entries = {
+            name: jnp.take_along_axis(columns[name], slots[..., None, None], axis=1)
+            for name in TOKENS
+            if name in columns
+        }
+        cache = cache.written(layer, slots, **entries)
+    return cache
 
 
 @jax.jit(static_argnames=("policy", "backends"), donate_argnames="empty")

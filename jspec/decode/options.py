@@ -18,7 +18,7 @@ from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.processors import LogitsProcessor, check_processors
 from jspec.decode.settings import StepConfig, check_draft
-from jspec.decode.state import FlatModels, Models
+from jspec.decode.state import Exact, FlatModels, Models
 from jspec.decode.weights import array_like, shape_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
@@ -51,8 +51,9 @@ class DecodeOptions(TypedDict, total=False):
         cache_dtype: Dtype of the target's keys and values; None, the default, is the model's.
             ``"float8_e4m3fn"`` halves a cache of 16 bits, and changes tokens (docs/cache.md).
         backends: Backends of operations by name, as in ``{"verify_greedy": "cuda"}``.
-        exact: Whether greedy tokens are those of plain decoding bit for bit, also in bfloat16 and
-            with any batch and draft, on an NVIDIA GPU (docs/exact.md). The default is False.
+        exact: ``"tokens"`` for the greedy tokens of plain decoding, also in bfloat16 and with any
+            batch and draft, on an NVIDIA GPU; ``"bits"`` for logits that do not depend on how a
+            prompt is prefilled either (docs/exact.md). None, the default, promises neither.
         processors: Logits processors of all requests, in this order. `jspec.generate` and
             `jspec.LLM` add those that fields of `SamplingParams` need before them; a
             `jspec.Engine`, which compiles nothing later, needs these in the list too.
@@ -67,7 +68,7 @@ class DecodeOptions(TypedDict, total=False):
     steps_per_chunk: int | None
     cache_dtype: DTypeLike | None
     backends: Mapping[str, str]
-    exact: bool
+    exact: Exact | None
     processors: Sequence[LogitsProcessor]
 
 
@@ -122,7 +123,7 @@ class ResolvedOptions:
             options.get("backends", Backends()),
             options.get("target", Dense()),
             options.get("rule", "token"),
-            options.get("exact", False),
+            options.get("exact"),
         )
         if gamma == "auto" and isinstance(draft, NoDraft):
             raise ValueError(
@@ -133,7 +134,7 @@ class ResolvedOptions:
         configs = {gamma: dataclasses.replace(config, gamma=gamma) for gamma in gammas}
         config = configs[gammas[-1]]
         if config.exact:
-            check_exact(model, config.cache_policy)
+            check_exact(model, config.cache_policy, config.exact)
         if (on_mesh := mesh_model(model)) is not None:
             on_mesh.check(config)
         models = _prepared(models, config, makes_params=makes_params)

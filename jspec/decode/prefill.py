@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ from jspec.decode.rows import (
 )
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, FlatModels, Models, PromptRecord, vocabulary_axes
+from jspec.dispatch import use_backends
 from jspec.models.experts import recorded_experts, routing_shape, stacked_experts
 from jspec.ops.cached import FLOAT8
 from jspec.policies.collect import run_prompt
@@ -53,6 +55,7 @@ from jspec.sharding import Placing, explicit_mesh_sharding, place
 from jspec.typing import Array, Model
 
 LEAST = 16  # tokens per row of the smallest prefill pass: fewer take as long
+BUSY = 128  # tokens of a pass: shorter ones take about as long as reading the weights does
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
 OnPrefill = Callable[[int, int], None]
 OnPromptRecords = Callable[[tuple[PromptRecord, ...]], None]
@@ -85,9 +88,12 @@ def start_decoding(
         config: The config of the steps to come, whose drafter is prefilled too. Steps may use a
             smaller gamma.
         capacity: Positions per row; None takes what the longest request needs.
-        chunk: Prompt tokens per row and prefill pass; None chooses by the batch.
+        chunk: Prompt tokens per row and prefill pass; None chooses by the batch. With
+            ``config.exact="tokens"`` each prompt is prefilled alone, in passes of `pass_sizes`, and
+            None is that of one row.
         cache_dtype: Dtype of the target's keys and values; None is the model's ``dtype``.
-        on_prefill: Called as ``on_prefill(done, total)`` with prompt tokens per row.
+        on_prefill: Called as ``on_prefill(done, total)`` with prompt tokens per row; of all rows
+            where each is prefilled alone.
         run: Called as ``run(function, *args, **static)`` in place of each jitted prefill function.
         sharding: Where the state's arrays lie, each of which begins with the batch axis. A sharding
             over batch rows, such as ``NamedSharding(mesh, P("rows"))``, or a function of an array's
@@ -126,7 +132,8 @@ def start_decoding(
     sizes = (capacity, layouts, dtype, chunk)
     processors = completed(check_processors(processors), params)
     rest = (processors, on_prefill, run, sharding, on_prompt_records)
-    return _started(models, ids, params, config, *sizes, *rest)
+    start = _started_alone if config.exact == "tokens" else _started
+    return start(models, ids, params, config, *sizes, *rest)
 
 
 def _checked(
@@ -144,7 +151,7 @@ def _checked(
     check_models(models)
     check_arrays(models, config)
     if config.exact:
-        check_exact(models.target, config.cache_policy)
+        check_exact(models.target, config.cache_policy, config.exact)
     ids = as_ids(prompts)
     params = agreed_params(models, ids, params, (config, settings))
     check_requests(models, ids, params)
@@ -202,23 +209,27 @@ def _started(
     empty = place({"cache": cache, "draft": drafter_state}, sharding)
     cache, drafter_state = empty["cache"], empty["draft"]
     total = int(lengths.max()) - 1
-    # A power of two up to the chunk, so that short prompts pay little and share programs.
-    chunk = min(chunk, power_of_two(total))
+    if config.exact == "tokens":
+        passes = list(passes_over(total, pass_sizes(chunk, BUSY)))
+    else:
+        # A power of two up to the chunk, so that short prompts pay little and share programs.
+        chunk = min(chunk, power_of_two(total))
+        passes = [(begin, chunk) for begin in range(0, total, chunk)]
     call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
     prompts = jax.device_put(tokens)  # jnp.asarray compiles a program for each shape
     count, records = prompt_logprobs_of(params), asks_experts(params)
     parts = [(empty_record(models, (batch, 0), count, records), 0)]
-    ends_at = set(((lengths - 2) // chunk).tolist())  # the chunk of a row's last cached token
-    for begin in range(0, total, chunk):
+    last = lengths - 2  # the position of a row's last cached token
+    for begin, size in passes:
         args = (models, cache, drafter_state, prompts, np.int32(begin))
-        selects = config.selects_in_prefill and begin // chunk in ends_at
-        static = {"config": config, "size": chunk, "selects": selects}
+        ends = bool(((begin <= last) & (last < begin + size)).any())
+        static = {"config": config, "size": size, "selects": config.selects_in_prefill and ends}
         static |= {"prompt_logprobs": count, "routed_experts": records}
         cache, drafter_state, part = call(*args, **static)
-        parts.append((part, chunk))
+        parts.append((part, size))
         if on_prefill is not None:
             jax.block_until_ready(cache)
-            on_prefill(min(begin + chunk, total), total)
+            on_prefill(min(begin + size, total), total)
     if on_prompt_records is not None:
         of_rows = (PromptRecord.joined(parts, row).asked(x) for row, x in enumerate(params))
         pairs = zip(of_rows, (lengths - 1).tolist(), strict=True)
@@ -227,6 +238,47 @@ def _started(
     row = (tokens, lengths, params, ends, cache, drafter_state)
     settings = {"processors": processors, "vocab_size": models.target.config.vocab_size}
     return place(state_of(*row, exact=config.exact, **settings), sharding)
+
+
+def _started_alone(
+    models: Models,
+    ids: Sequence[np.ndarray],
+    params: Sequence[SamplingParams],
+    config: StepConfig,
+    capacity: int,
+    layouts: Sequence[Layout],
+    dtype: DTypeLike,
+    chunk: int | None,
+    processors: Sequence[LogitsProcessor],
+    on_prefill: OnPrefill | None = None,
+    run: Callable[..., Any] | None = None,
+    sharding: Placing = None,
+    on_prompt_records: OnPromptRecords | None = None,
+) -> DecodeState:
+    """As `_started`, with each prompt prefilled alone, so that no other changes the shape of a
+    pass over it.
+    """
+    sizes = (capacity, layouts, dtype, chunk, processors)
+    state = _started(
+        models, [x[:1] for x in ids], params, config, *sizes, run=run, sharding=sharding
+    )
+    ends, records, done = models.target.config.stop_tokens, [], 0
+    total = sum(len(prompt) - 1 for prompt in ids)
+
+    def report(done_of_row: int, _: int) -> None:
+        if on_prefill is not None:
+            on_prefill(done + done_of_row, total)
+
+    calls = {"on_prefill": on_prefill and report, "run": run, "sharding": sharding}
+    calls |= {"on_prompt_records": records.extend}
+    for slot, (prompt, asked) in enumerate(zip(ids, params, strict=True)):
+        one = _started(models, [prompt], [asked], config, *sizes, **calls)
+        packed = packed_rows(state, [slot], [prompt], [asked], ends, one.cache, one.draft)
+        state = insert_row(state, packed, slot, run)
+        done += len(prompt) - 1
+    if on_prompt_records is not None:
+        on_prompt_records(tuple(records))
+    return state
 
 
 def fill_slot(
@@ -332,7 +384,7 @@ def prefill_chunk(
         new = jnp.where(positions >= 0, jnp.take_along_axis(tokens, index, axis=1), -1)
         policy, params = config.cache_policy, models.policy
         guided, target_pass = config.draft.collect_policy if selects else None, {}
-        with config.of_target(), recorded_experts() as experts:
+        with use_backends(config.of_prefill), recorded_experts() as experts:
             if guided is None:
                 attend = DenseAttend(positions, policy=policy, policy_params=params)
                 hidden, cache = models.target(new, positions, attend, cache)
@@ -413,15 +465,33 @@ def _float_dtype(dtype: DTypeLike) -> np.dtype:
     return resolved
 
 
-def pass_sizes(max_tokens: int) -> list[int]:
-    """Tokens per row of prefill passes, ascending to ``max_tokens``.
+def pass_sizes(max_tokens: int, least: int = LEAST) -> list[int]:
+    """Tokens per row of prefill passes, ascending to ``max_tokens``, none of them below ``least``.
 
     Each is a fourth of the next one, so that few programs serve prompts of all lengths.
     """
     sizes = [max_tokens]
-    while sizes[0] >= 4 * LEAST:
+    while sizes[0] >= 4 * least:
         sizes.insert(0, sizes[0] // 4)
     return sizes
+
+
+def pass_size(left: int, sizes: Sequence[int]) -> int:
+    """Tokens of the next pass over a prompt of which so many are ``left``, padding included.
+
+    Two passes in place of one that is half padding, where they are long enough to save time.
+    """
+    at = bisect.bisect_left(sizes[:-1], left)
+    size, shorter = sizes[at], sizes[max(at - 1, 0)]
+    return shorter if size > BUSY and left <= 2 * shorter else size
+
+
+def passes_over(total: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Begin and size of each pass over a prompt of ``total`` tokens."""
+    begin = 0
+    while begin < total:
+        yield begin, (size := pass_size(total - begin, sizes))
+        begin += size
 
 
 def default_chunk(batch: int) -> int:

@@ -18,7 +18,7 @@ from jspec.config import SamplingMode, SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, asks_experts, logprobs_of, mode_of, sampling_of
 from jspec.decode.processors import LogitsProcessor, Processing
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import DecodeState
+from jspec.decode.state import DecodeState, Exact
 from jspec.host import in_host, to_device, to_host
 from jspec.sharding import with_auto_axes
 from jspec.typing import Array
@@ -32,7 +32,7 @@ def state_of(
     cache: Cache,
     drafter_state: Any,
     *,
-    exact: bool,
+    exact: Exact | None,
     room: int | None = None,
     mode: SamplingMode | None = None,
     processors: Sequence[LogitsProcessor] = (),

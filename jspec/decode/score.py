@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ def score_tokens(
     texts: Sequence[Sequence[int]],
     *,
     backends: Mapping[str, str] = Backends(),
-    exact: bool = False,
+    exact: Literal["bits"] | None = None,
 ) -> list[np.ndarray]:
     """Log-probability of every token of ``texts`` but the first, given the tokens before it.
 
@@ -39,13 +40,13 @@ def score_tokens(
         model: The model.
         texts: Token ids of each text, of any lengths.
         backends: Backends of operations by name.
-        exact: Whether to use the logits of ``generate(exact=True)``.
+        exact: ``"bits"`` for the logits of ``generate(exact="bits")``.
 
     Returns:
         For each text a float32 array of natural logarithms, shorter than the text by one.
 
     Raises:
-        ValueError: As `jspec.start_decoding` does.
+        ValueError: As `jspec.start_decoding` does, and for ``exact="tokens"``.
     """
     scores = score_top_tokens(model, texts, 0, backends=backends, exact=exact)
     return [score.logprobs for score in scores]
@@ -57,7 +58,7 @@ def score_top_tokens(
     count: int,
     *,
     backends: Mapping[str, str] = Backends(),
-    exact: bool = False,
+    exact: Literal["bits"] | None = None,
 ) -> list[TokenScores]:
     """`score_tokens`, and the ``count`` likeliest tokens at each position.
 
@@ -83,8 +84,13 @@ def score_top_tokens(
     # A text of n tokens needs the context of a prompt of n - 1 and one new token.
     check_requests(models, [text[:-1] if len(text) > 1 else text for text in ids], one)
     config = StepConfig(0, NoDraft(), backends, exact=exact)
-    if exact:
-        check_exact(model, config.cache_policy)
+    if config.exact == "tokens":
+        raise ValueError(
+            'exact="tokens" leaves prompts to an ordinary prefill, which scoring is; pass '
+            'exact="bits" or leave exact out'
+        )
+    if config.exact:
+        check_exact(model, config.cache_policy, config.exact)
     capacity = rounded_capacity(max(map(len, ids)))
     tokens, lengths = padded(ids, capacity)
     layouts = layouts_for(model, capacity, CHUNK, rings=not exact)

@@ -5,25 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, get_args
 
 from jspec.config import refuse_class, shown, whole_number
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
-from jspec.decode.state import Models
+from jspec.decode.state import Exact, Models
 from jspec.dispatch import Backends, use_backends
 from jspec.ops.registry import step_operations
 from jspec.ops.stochastic import Rule, check_rule
 from jspec.policies import Dense, Guided, Policy
 from jspec.policies.policy import check_policy, needs_params
 
-# Backends of the target's own passes under ``exact=True``.
+# With ``exact``, the backends of all passes of the target, by which every drafter stores the same
+# keys, and those of its batch-invariant passes.
+EXACT_APPENDS = Backends(rotate_and_append="triton", rotate_append_encode="exact")
 EXACT_BACKENDS = Backends(
     linear="exact",
     linear_chain="one_by_one",
     attention="exact",
     scored_attention="exact",
-    rotate_and_append="triton",
-    rotate_append_encode="exact",
+    **EXACT_APPENDS,
 )
 
 
@@ -43,8 +44,9 @@ class StepConfig:
         rule: How drafts that were sampled from logits are verified: ``token`` decides token by
             token, ``block`` for the draft as a whole, which accepts at least as much on average.
             Greedy rows and drafts without logits do not depend on it.
-        exact: Whether the model's logits have the same bits whatever is drafted and batched, where
-            that is possible (docs/exact.md).
+        exact: ``"tokens"`` for steps whose logits have the same bits whatever is drafted and
+            batched, ``"bits"`` for such a prefill too; a model that supports neither is refused
+            (docs/exact.md). None promises neither.
 
     Raises:
         BackendError: For the name of a backend that does not exist.
@@ -57,7 +59,7 @@ class StepConfig:
     backends: Mapping[str, str] = Backends()
     target: Policy = Dense()
     rule: Rule = "token"
-    exact: bool = False
+    exact: Exact | None = None
 
     def __post_init__(self) -> None:
         check_draft(self.draft)
@@ -82,21 +84,24 @@ class StepConfig:
         self._check_exact()
 
     def _check_exact(self) -> None:
-        """Raise `TypeError` or `ValueError` for settings that do not go with ``exact``."""
-        if type(self.exact) is not bool:
-            raise TypeError(f"exact={shown(self.exact)} must be True or False")
-        if not self.exact:
+        """Raise `ValueError` for a level that does not exist or settings that do not go with it."""
+        if self.exact is None:
             return
+        if self.exact not in get_args(Exact):
+            raise ValueError(
+                f'exact={shown(self.exact)} must be "tokens" (drafts change no greedy token), '
+                '"bits" (no bit depends on how a text is computed, prefill included) or None'
+            )
         if self.is_lossy:
             raise ValueError(
-                f"target={shown(self.target)} selects what the model reads; exact=True needs "
-                "target=Dense()"
+                f'target={shown(self.target)} selects what the model reads; exact="{self.exact}" '
+                "needs target=Dense()"
             )
         named = set(self.backends) & set(EXACT_BACKENDS)
         if named:
             raise ValueError(
-                f"exact=True chooses the backends of {', '.join(sorted(named))}; leave them out "
-                "of backends"
+                f'exact="{self.exact}" chooses the backends of {", ".join(sorted(named))}; leave '
+                "them out of backends"
             )
 
     @property
@@ -129,12 +134,19 @@ class StepConfig:
 
     @property
     def of_verification(self) -> Backends:
-        """The backends of the target's own passes: prefill, verification and plain steps."""
+        """The backends of the target's passes in steps: verification and plain ones."""
         return Backends(self.backends) | (EXACT_BACKENDS if self.exact else {})
 
     def of_target(self) -> AbstractContextManager[None]:
-        """As `of_models`, for the target's own passes."""
+        """As `of_models`, for the target's passes in steps."""
         return use_backends(self.of_verification)
+
+    @property
+    def of_prefill(self) -> Backends:
+        """The backends of the target's passes over prompts."""
+        if self.exact == "tokens":
+            return Backends(self.backends) | EXACT_APPENDS
+        return self.of_verification
 
 
 def check_draft(draft: Any) -> None:

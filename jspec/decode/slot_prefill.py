@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +16,11 @@ from jspec.config import SamplingParams
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import (
+    BUSY,
+    LEAST,
     empty_record,
     init_drafter_state,
+    pass_size,
     pass_sizes,
     prefill_chunk,
     start_decoding,
@@ -31,7 +34,6 @@ from jspec.decode.state import DecodeState, PromptRecord
 from jspec.sharding import explicit_mesh_sharding, place
 from jspec.typing import Array
 
-BUSY = 128  # tokens of a piece: shorter ones take about as long as reading the weights does
 MAX_ROWS = 8  # most prompts of a pass that differ
 MAX_REQUESTS = 16  # most requests of a pass
 # What passes record for prompts whose requests do not ask.
@@ -83,6 +85,9 @@ class SlotPrefill:
 
     Passes and pieces are padded to one of `pass_sizes`, so that few programs serve all prompts.
 
+    With ``exact="tokens"`` all prompts are prefilled piece by piece, and start from whole pieces of
+    other prompts alone: the shapes of the passes over a prompt follow from its length.
+
     Args:
         options: Options of decoding.
         slots: Slots of the batch.
@@ -117,18 +122,21 @@ class SlotPrefill:
             "routed_experts": routed_experts,
         }
         self._slots, self._capacity = slots, capacity
-        self.chunk = min(chunk, capacity)
-        self._sizes = pass_sizes(self.chunk)
+        is_alone = options.config.exact == "tokens"
+        self.chunk = chunk if is_alone else min(chunk, capacity)
+        self._sizes = pass_sizes(self.chunk, BUSY if is_alone else LEAST)
         on_mesh = mesh_model(options.models.target)
         self._sharding = (
             explicit_mesh_sharding(options.models) if on_mesh is None else on_mesh.placing
         )
         storage = options.config.cache_policy.storage
-        self._has_passes = self._sharding is None and storage is None
+        self._has_passes = self._sharding is None and storage is None and not is_alone
         self._prefixes: dict[tuple[int, ...], Row] = {}
         self.current_row = self._fresh_row(np.zeros(1, np.int32))
         cache = self.current_row.cache
-        self.texts = SlotTexts(cache.page, is_lossy=options.config.is_lossy)
+        # A prompt starts from a multiple of so many tokens of another one.
+        self._unit = math.lcm(cache.page, self.chunk) if is_alone else cache.page
+        self.texts = SlotTexts(self._unit, only_prefilled=options.config.is_lossy or is_alone)
         # Rings have lost the first positions, and host memory is copied layer by layer.
         wraps = any(layout.wraps for layout in cache.layouts)
         self._finds_prefixes = storage is None and not wraps
@@ -259,15 +267,17 @@ class SlotPrefill:
             return len(prompt)
         prefix, slot, in_slot, in_row = self._longest(prompt), 0, 0, 0
         in_prefix = 0 if prefix is None else prefix.done
+        if self.options.config.exact == "tokens":
+            in_prefix -= in_prefix % self._unit
         if self._finds_prefixes:
             slot, in_slot = self.texts.slot_with(prompt)
             in_row = self.texts.shared_tokens(prompt, row.prompt[: row.done])
         done = max(in_prefix, in_row, in_slot)
-        if prefix is not None and done == in_prefix:
+        if prefix is not None and in_prefix and done == in_prefix:
             row.cache = row.drafter_state = None  # freed before there is another
             row.cache, drafter_state = jax.tree.map(
                 lambda x: jax.device_put(x, x.sharding, may_alias=False),
-                (prefix.cache, prefix.drafter_state),
+                (prefix.cache, prefix.drafter_state if done == prefix.done else None),
             )
         elif done > in_row:
             row.cache = row.drafter_state = None
@@ -278,13 +288,8 @@ class SlotPrefill:
         return len(prompt) - done
 
     def piece_of(self, row: Row) -> int:
-        """Tokens of the next piece of a row, padding included.
-
-        Two pieces in place of one that is half padding, where they are long enough to save time.
-        """
-        at = bisect.bisect_left(self._sizes[:-1], row.left)
-        size, shorter = self._sizes[at], self._sizes[max(at - 1, 0)]
-        return shorter if size > BUSY and row.left <= 2 * shorter else size
+        """Tokens of the next piece of a row, padding included."""
+        return pass_size(row.left, self._sizes)
 
     def advance(self, row: Row) -> None:
         """Prefill the next piece of a row."""

@@ -25,13 +25,13 @@ class SlotText(NamedTuple):
     tokens: list[int]
     prefilled: int
 
-    def cached(self, *, is_lossy: bool) -> np.ndarray:
+    def cached(self, *, only_prefilled: bool) -> np.ndarray:
         """The tokens whose keys and values are in the slot and those of a prefill, int32 ``[n]``.
 
-        The last token is fed by the next step. ``is_lossy``: whether decoding reads a selection,
-        and so computes others than a prefill.
+        The last token is fed by the next step. ``only_prefilled``: whether decoding computes others
+        than a prefill.
         """
-        if is_lossy or not self.tokens:
+        if only_prefilled or not self.tokens:
             return np.append(self.prompt, np.array(self.tokens, np.int32))[: self.prefilled - 1]
         return np.append(self.prompt, np.array(self.tokens[:-1], np.int32))
 
@@ -40,12 +40,13 @@ class SlotTexts:
     """The texts of the slots of a running batch, those of requests that have ended included.
 
     Args:
-        page: Positions of a page of the cache.
-        is_lossy: Whether decoding reads a selection of the context.
+        unit: A prompt starts from a multiple of so many tokens: of whole pages of the cache.
+        only_prefilled: Whether decoding computes other keys and values than a prefill, as it does
+            where it reads a selection of the context.
     """
 
-    def __init__(self, page: int, *, is_lossy: bool) -> None:
-        self._page, self._is_lossy = page, is_lossy
+    def __init__(self, unit: int, *, only_prefilled: bool) -> None:
+        self._unit, self._only_prefilled = unit, only_prefilled
         self._texts: dict[int, SlotText] = {}  # by slot, the one that was filled last at the end
 
     def clear(self) -> None:
@@ -65,7 +66,8 @@ class SlotTexts:
 
     def slot_with(self, prompt: np.ndarray) -> tuple[int, int]:
         """The slot that has the most first tokens of ``prompt``, and how many."""
-        texts = ((slot, x.cached(is_lossy=self._is_lossy)) for slot, x in self._texts.items())
+        only = self._only_prefilled
+        texts = ((slot, x.cached(only_prefilled=only)) for slot, x in self._texts.items())
         shared = ((slot, self.shared_tokens(prompt, text)) for slot, text in texts)
         return max(shared, key=lambda pair: pair[1], default=(0, 0))
 
@@ -78,5 +80,5 @@ class SlotTexts:
         differ = prompt[:size] != cached[:size]
         count = int(differ.argmax()) if differ.any() else size
         # The page after them may summarise positions that the prompt does not have.
-        count -= count % self._page
+        count -= count % self._unit
         return count if count >= SHARED else 0

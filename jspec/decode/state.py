@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jspec.decode.processors import Processing
 from jspec.ops.sample import Sampling
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array, Model
+
+Exact = Literal["tokens", "bits"]  # what does not depend on drafts, neighbours and lengths
 
 
 class Models(NamedTuple):
@@ -188,7 +190,7 @@ class DecodeState:
         mode: How much sampling the rows need, static: ``greedy`` (argmax only), ``sampled`` or
             ``filtered`` (some row has top-k, top-p or min-p). A row's tokens do not depend on which
             of the sufficient modes runs.
-        exact: Whether its keys come from passes with ``exact=True``, static.
+        exact: The level of exactness with which its keys were computed, static.
     """
 
     cache: Cache
@@ -200,7 +202,7 @@ class DecodeState:
     draft_limits: Array
     draft: Any
     mode: SamplingMode
-    exact: bool
+    exact: Exact | None
     processing: Processing | None = None
     logprobs: int | None = None
     routed_experts: bool = False

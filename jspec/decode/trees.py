@@ -21,8 +21,8 @@ def check_tree(config: StepConfig, state: DecodeState, drafted: Drafted) -> None
         "it has logits, and the tokens of a tree must be certain": drafted.logits is not None,
         "its collect_policy collects from a chain": config.draft.collect_policy is not None,
         "keys in the host's memory cannot be packed": state.cache.storage is not None,
-        "exact=True takes chains alone, as attention sums committed keys and nodes apart, in "
-        "another order than plain decoding": config.exact,
+        f'exact="{config.exact}" takes chains alone, as attention sums committed keys and nodes '
+        "apart, in another order than plain decoding": config.exact is not None,
     }
     for reason, holds in reasons.items():
         if holds:

@@ -136,7 +136,7 @@ def test_an_engine_is_shown_where_all_requests_are_there_at_once():
 
 
 def of_exact(device, flips=0):
-    case = {"model": "m", "exact": "yes"}
+    case = {"model": "m", "exact": "bits"}
     row = {"operation": "draft", "case": case, "name": "vegas", "flips": flips, "compared": 9}
     return run([row], "parity", device=device)
 
@@ -146,10 +146,10 @@ def test_a_gpu_has_a_table_and_a_cpu_a_line():
     first, second, cpu = report._glances(runs)
     assert first.startswith("## At a glance: NVIDIA A\n")
     (line,) = first.splitlines()[4:]
-    assert line.startswith("| [Exactness](#exactness) | m, exact=True, 2 settings")
+    assert line.startswith("| [Exactness](#exactness) | m, exact=bits, 2 settings")
     assert "| 3 flips | in 18 greedy tokens" in line
     assert second.startswith("## At a glance: B\n")
-    assert cpu.startswith("## At a glance: CPU\n\nm, exact=True, 1 settings")
+    assert cpu.startswith("## At a glance: CPU\n\nm, exact=bits, 1 settings")
 
 
 @pytest.mark.parametrize("collapse", [True, False], ids=["python-markdown", "github"])

@@ -198,7 +198,7 @@ def test_tokens_are_compared_up_to_the_first_that_differs():
 
 
 def test_where_nothing_can_be_exact_a_row_says_why(small_bundled):
-    (row,) = DRAFT.rows(DRAFT.case(f"{CASE},exact=yes"), Settings(only=("ngram",)))
+    (row,) = DRAFT.rows(DRAFT.case(f"{CASE},exact=bits"), Settings(only=("ngram",)))
     assert row["checked"] is None
     assert "Triton needs an NVIDIA GPU" in row["reason"]
 

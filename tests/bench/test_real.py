@@ -57,8 +57,8 @@ def cell(tokenizer, prompts):
     # A sharp model, so that some drafts are accepted and others are not.
     model = make_decoder(CONFIG, seed=1, head=3.0)
     rows = [prompt.tokens for prompt in prompts[:4]]
-    made = Cell(model, tokenizer, rows, 2, exact=False, limits=LIMITS)
-    plain = Drafting.of(PLAIN, 3, exact=False)
+    made = Cell(model, tokenizer, rows, 2, exact=None, limits=LIMITS)
+    plain = Drafting.of(PLAIN, 3)
     made.compile([(plain, "greedy"), (plain, "t0.8")])
     assert made.row(plain, "greedy", 12)["checked"]
     return made
@@ -151,7 +151,7 @@ def test_scores_of_answers_against_the_sampling_law(cell, sampling):
 
 
 def test_sampled_answers_pass_at_their_temperature_alone(cell):
-    plain = Drafting.of(PLAIN, 3, exact=False)
+    plain = Drafting.of(PLAIN, 3)
     params = [dataclasses.replace(p, ignore_eos=True) for p in params_of("t0.8", 400, 2)]
     answers = [row for index in (0, 1) for row in cell._generate(plain, params, index).tokens]
     right = check.sampled(cell._score, answers, jspec.SamplingParams(temperature=0.8))
@@ -168,7 +168,7 @@ def test_sampled_answers_pass_at_their_temperature_alone(cell):
 
 @pytest.mark.parametrize("name", default_run(["ngram", "ngram-tree", "vegas"], "ngram-tree"))
 def test_a_row_of_a_drafter_and_no_further_program(cell, name):
-    drafting = Drafting.of(name, 3, exact=False)
+    drafting = Drafting.of(name, 3)
     cell.compile([(drafting, "greedy"), (drafting, "t0.8")])
     programs = len(PROGRAMS._compiled)
     greedy, sampled = (cell.row(drafting, sampling, 12) for sampling in ("greedy", "t0.8"))
@@ -183,7 +183,7 @@ def test_a_row_of_a_drafter_and_no_further_program(cell, name):
 
 
 def test_a_step_with_trees_says_which_operations_fell_back(cell):
-    drafting = Drafting.of("ngram-tree", 3, exact=False, backends="pallas")
+    drafting = Drafting.of("ngram-tree", 3, backends="pallas")
     cell.compile([(drafting, "paper")])
     row = cell.row(drafting, "paper", 12)
     assert row["checked"]
@@ -194,7 +194,7 @@ def test_a_step_with_trees_says_which_operations_fell_back(cell):
 
 
 def test_wrong_answers_are_not_timed(cell, monkeypatch):
-    drafting = Drafting.of("ngram", 3, exact=False)
+    drafting = Drafting.of("ngram", 3)
     right = cell._measured
 
     def wrong(*arguments):
@@ -274,8 +274,8 @@ def test_the_cells_of_jspec_are_cases_with_one_headline():
 
 def test_every_drafter_is_known():
     for name in (*ALL, *BY_A_MODEL, *BY_HASHES, *LOSSY):
-        assert Drafting.of(name, 3, exact=False).config.backends.preferred is None
-        assert Drafting.of(name, 3, False, "triton").config.backends.preferred == "triton"
+        assert Drafting.of(name, 3).config.backends.preferred is None
+        assert Drafting.of(name, 3, backends="triton").config.backends.preferred == "triton"
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +372,7 @@ def test_hashes_draft_and_read(folder, tmp_path, capsys, monkeypatch):
 def test_a_lossy_policy_runs_where_its_answers_can_be_compared():
     settings = Settings(hashes=Path("hashes"))
     names = {}
-    for text in ("B=4", "B=4,sampling=t0.8", "B=4,exact=yes", "B=4,backends=xla"):
+    for text in ("B=4", "B=4,sampling=t0.8", "B=4,exact=bits", "B=4,backends=xla"):
         ((_, names[text]),) = _todo(settings, [case(text)], {"model": "m", "run": 0}, set())
     assert all(set(BY_HASHES) < set(x) for x in names.values())
     assert [text for text, x in names.items() if set(LOSSY) & set(x)] == ["B=4"]

@@ -295,7 +295,7 @@ def test_quality_is_shown_as_scores_lengths_and_flips(tmp_path):
     assert "|  |  |  | 1.56% | 50.0 | 50.0 |" in text
     texts = "2 texts of 512 tokens, 8 new ones each, gamma 2, 7 % of the context"
     assert f"| Test, {texts} | hata | 2.00 | +0.50 ± 0.25 |  |  |" in text
-    assert "| Test | bundled | ordinary | 2 | 36 | 2 | 55.556 | 0.250 | 0.250 |" in text
+    assert "| Test | bundled | no | 2 | 36 | 2 | 55.556 | 0.250 | 0.250 |" in text
     assert (tmp_path / "some-ruler-budget.png").exists()
 
 

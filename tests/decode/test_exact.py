@@ -22,7 +22,7 @@ from jspec.parts import Experts
 from jspec.policies import Dense, HataOff, Quest
 from tests.decode.test_refusals import Handmade, Shape
 
-EXACTLY = StepConfig(0, jspec.NoDraft(), exact=True)
+EXACTLY = StepConfig(0, jspec.NoDraft(), exact="bits")
 PLAINLY = StepConfig(0, jspec.NoDraft())
 LARGE_HEADS = LayerSpec(kv_heads=2, key_size=16, value_size=320)
 
@@ -31,18 +31,18 @@ LARGE_HEADS = LayerSpec(kv_heads=2, key_size=16, value_size=320)
 @pytest.mark.parametrize(
     "run",
     [
-        lambda model: jspec.generate(model, [[1, 2]], draft=None, exact=True),
-        lambda model: jspec.Engine(model, slots=1, capacity=64, exact=True),
-        lambda model: jspec.score_tokens(model, [[1, 2]], exact=True),
+        lambda model: jspec.generate(model, [[1, 2]], draft=None, exact="bits"),
+        lambda model: jspec.Engine(model, slots=1, capacity=64, exact="bits"),
+        lambda model: jspec.score_tokens(model, [[1, 2]], exact="bits"),
         lambda model: start_decoding(model, [[1, 2]], config=EXACTLY),
         lambda model: jspec.LLM(
-            model, tokenizer=jspec.load_bundled()[1], draft=None, exact=True
+            model, tokenizer=jspec.load_bundled()[1], draft=None, exact="bits"
         ).generate("x"),
     ],
     ids=["generate", "engine", "score", "start_decoding", "llm"],
 )
 def test_without_a_gpu_it_is_refused_when_it_is_asked_for(run, tiny):
-    with pytest.raises(BackendError, match=r"exact=True cannot serve .*: Triton needs an NVIDIA"):
+    with pytest.raises(BackendError, match=r'exact="bits" cannot serve .*: Triton needs an NVIDIA'):
         run(tiny)
 
 
@@ -71,8 +71,8 @@ def test_a_model_that_xla_has_a_part_in_is_refused(changes, reason, tiny, with_a
     model = copy.copy(tiny)
     model.config = dataclasses.replace(tiny.config, **changes)
     with pytest.raises(BackendError, match=reason):
-        check_exact(model, Dense())
-    check_exact(tiny, Dense())
+        check_exact(model, Dense(), "bits")
+    check_exact(tiny, Dense(), "bits")
 
 
 def test_latent_attention_is_refused(tiny, with_a_gpu):
@@ -81,42 +81,46 @@ def test_latent_attention_is_refused(tiny, with_a_gpu):
     model = copy.copy(tiny)
     model.config = config
     with pytest.raises(BackendError, match="products of latent attention"):
-        check_exact(model, Dense())
+        check_exact(model, Dense(), "bits")
 
 
 def test_other_models_meshes_and_memories_are_refused(tiny, with_a_gpu):
     with pytest.raises(BackendError, match=r"Handmade is no jspec\.Decoder"):
-        check_exact(Handmade(Shape()), Dense())
+        check_exact(Handmade(Shape()), Dense(), "bits")
     with pytest.raises(BackendError, match=r"HataOff\(.* keeps keys in the host's memory"):
-        check_exact(tiny, HataOff(dense_layers=0))
+        check_exact(tiny, HataOff(dense_layers=0), "bits")
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
     copies = jax.device_put(tiny, NamedSharding(mesh, PartitionSpec()))
     with pytest.raises(BackendError, match="its weights lie on a mesh"):
-        check_exact(copies, Dense())
+        check_exact(copies, Dense(), "bits")
     with pytest.raises(BackendError, match="its weights lie on a mesh"):
-        check_exact(helix.shard(tiny, helix.HelixConfig(kvp=2)), Dense())
+        check_exact(helix.shard(tiny, helix.HelixConfig(kvp=2)), Dense(), "bits")
     whole = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn), tiny)
     with pytest.raises(BackendError, match="float8_e4m3fn are none of bfloat16"):
-        check_exact(whole, Dense())
+        check_exact(whole, Dense(), "bits")
 
 
 def test_a_model_without_weights_is_judged_by_their_shapes(tiny, with_a_gpu):
-    check_exact(jspec.Decoder(tiny.config, dtype=jnp.bfloat16, rngs=None), Dense())
+    check_exact(jspec.Decoder(tiny.config, dtype=jnp.bfloat16, rngs=None), Dense(), "bits")
     with pytest.raises(BackendError, match="float8_e4m3fn are none of bfloat16"):
-        check_exact(jspec.Decoder(tiny.config, dtype=jnp.float8_e4m3fn, rngs=None), Dense())
+        check_exact(jspec.Decoder(tiny.config, dtype=jnp.float8_e4m3fn, rngs=None), Dense(), "bits")
 
 
 def test_settings_that_do_not_go_with_it_are_named():
-    with pytest.raises(TypeError, match="exact=1 must be True or False"):
-        StepConfig(exact=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"target=Quest\(.* exact=True needs target=Dense\(\)"):
-        StepConfig(0, jspec.NoDraft(), target=Quest(), exact=True)
+    for exact in (True, False, "yes"):
+        with pytest.raises(
+            ValueError, match=f'exact={exact!r} must be "tokens" .*, "bits" .* or None'
+        ):
+            StepConfig(exact=exact)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r'target=Quest\(.* exact="bits" needs target=Dense\(\)'):
+        StepConfig(0, jspec.NoDraft(), target=Quest(), exact="bits")
     named = Backends(attention="xla", linear="xla", linear_chain="xla", sample="xla")
     chosen = "chooses the backends of attention, linear, linear_chain; leave them"
     with pytest.raises(ValueError, match=chosen):
-        StepConfig(backends=named, exact=True)
-    config = StepConfig(backends=Backends(sample="xla"), exact=True)
+        StepConfig(backends=named, exact="bits")
+    config = StepConfig(backends=Backends(sample="xla"), exact="bits")
     assert config.of_verification == Backends({**EXACT_BACKENDS, "sample": "xla"})
+    assert config.of_prefill == config.of_verification
     assert StepConfig(backends=named).of_verification == named
 
 
@@ -141,17 +145,19 @@ def test_a_window_keeps_its_keys_in_the_order_of_positions():
 )
 def test_a_state_of_an_ordinary_prefill_takes_no_exact_steps(run, tiny, with_a_gpu):
     state = start_decoding(tiny, [[1, 2]], config=PLAINLY)
-    with pytest.raises(ValueError, match="exact=False has no steps with exact=True; give start"):
+    with pytest.raises(ValueError, match="exact=None has no steps with exact='bits'; give start"):
         run(tiny, state, EXACTLY)
     run(tiny, state, PLAINLY)
 
 
 def test_an_exact_state_takes_ordinary_steps_once_converted(tiny):
-    state = dataclasses.replace(start_decoding(tiny, [[1, 2]], config=PLAINLY), exact=True)
-    with pytest.raises(ValueError, match=r"exact=True has no steps .*through jspec\.convert_state"):
+    state = dataclasses.replace(start_decoding(tiny, [[1, 2]], config=PLAINLY), exact="bits")
+    with pytest.raises(
+        ValueError, match=r"exact='bits' has no steps .*through jspec\.convert_state"
+    ):
         jspec.speculative_step(tiny, state, PLAINLY)
     converted = jspec.convert_state(tiny, state, PLAINLY)
-    assert not converted.exact
+    assert converted.exact is None
     assert not jspec.speculative_step(tiny, converted, PLAINLY).exact
 
 
@@ -159,5 +165,7 @@ def test_an_exact_state_takes_ordinary_steps_once_converted(tiny):
 def test_the_command_says_so(capsys, short_command):
     from jspec.cli import main
 
-    assert main(["generate", "--prompt", "x", "--exact"]) == 2
-    assert "exact=True cannot serve this request: Triton needs an NVIDIA" in capsys.readouterr().err
+    assert main(["generate", "--prompt", "x", "--exact", "bits"]) == 2
+    assert (
+        'exact="bits" cannot serve this request: Triton needs an NVIDIA' in capsys.readouterr().err
+    )

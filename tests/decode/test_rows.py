@@ -27,7 +27,7 @@ def rows() -> DecodeState:
     tokens, lengths = padded(prompts((6, 3)), 256)
     cache: Any = None
     result = state_of(
-        *(tokens, lengths, PARAMS, ENDS, cache, None), exact=False, room=ROOM, mode="greedy"
+        *(tokens, lengths, PARAMS, ENDS, cache, None), exact=None, room=ROOM, mode="greedy"
     )
     result = dataclasses.replace(result, done=np.array([True, False]))
     temperature = np.array([np.nan, -0.0], np.float32)

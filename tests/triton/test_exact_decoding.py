@@ -37,7 +37,8 @@ SMALL = ModelConfig.uniform(
     max_context=512,
     qk_norm=True,
 )
-PLAIN = StepConfig(0, NoDraft(), exact=True)
+PLAIN = StepConfig(0, NoDraft(), exact="bits")
+LEVELS = ("tokens", "bits")
 GUIDED = GuidedDraft(Vegas(budget=8, least=0))
 
 
@@ -81,9 +82,12 @@ def test_speculation_leaves_the_bits_of_plain_decoding_in_the_interpreter(interp
     """After a prefill in pieces, too, and with more room in the cache."""
     one = dataclasses.replace(SMALL, layers=SMALL.layers[:1])
     model, texts = make_decoder(one, seed=1, embedding=400.0, head=4.0), prompts((9,))
-    config = StepConfig(2, NGRAM, exact=True)
-    state = decoded(model, texts, config, 4, chunk=4, capacity=512)
-    assert_same(state, 0, decoded(model, texts, PLAIN, 4), 0)
+    for exact in LEVELS:
+        config = StepConfig(2, NGRAM, exact=exact)
+        state = decoded(model, texts, config, 4, chunk=4, capacity=512)
+        sizes = {"chunk": 4} if exact == "tokens" else {}
+        plain = decoded(model, texts, dataclasses.replace(PLAIN, exact=exact), 4, **sizes)
+        assert_same(state, 0, plain, 0)
 
 
 @pytest.mark.slow
@@ -92,7 +96,7 @@ def test_speculation_leaves_the_bits_of_plain_decoding_in_the_interpreter(interp
 )
 def test_rows_leave_the_same_bits_in_any_batch_in_the_interpreter(draft, interpreting):
     model, texts = make_decoder(SMALL, seed=1, embedding=400.0, head=4.0), prompts((11, 20))
-    plain, config = decoded(model, texts, PLAIN, 9), StepConfig(3, draft, exact=True)
+    plain, config = decoded(model, texts, PLAIN, 9), StepConfig(3, draft, exact="bits")
     state = decoded(model, texts[::-1], config, 9)
     for row in range(2):
         assert_same(state, row, plain, 1 - row)
@@ -113,7 +117,7 @@ def test_an_engine_leaves_the_bits_of_plain_decoding_in_the_interpreter(interpre
         gamma=2,
         prefill_chunk=16,
         steps_per_chunk=1,
-        exact=True,
+        exact="bits",
     )
     requests = [engine.submit(text, sampling) for text, sampling in zip(texts, params, strict=True)]
     engine.run()
@@ -135,7 +139,7 @@ def test_the_draft_has_other_backends(interpreting, monkeypatch):
         return right(kernel, *arrays, **settings)
 
     monkeypatch.setattr(linear, "triton_call", call)
-    model, config = make_decoder(SMALL, seed=1), StepConfig(2, DRAFTERS["dense"], exact=True)
+    model, config = make_decoder(SMALL, seed=1), StepConfig(2, DRAFTERS["dense"], exact="bits")
     state = start_decoding(model, prompts((11,)), SamplingParams(max_new_tokens=4), config)
     launched.clear()
     jspec.speculative_step.lower(model, state, config)
@@ -159,7 +163,9 @@ def bundled() -> Decoder:
 def alone(bundled):
     """Prompts of many lengths, and plain decoding of each by itself."""
     texts = prompts(range(5, 5 + 32 * 37, 37), vocabulary=256)
-    return texts, [decoded(bundled, [text], PLAIN, 48) for text in texts]
+    configs = [dataclasses.replace(PLAIN, exact=exact) for exact in LEVELS]
+    plain = {x.exact: [decoded(bundled, [text], x, 48) for text in texts] for x in configs}
+    return texts, plain
 
 
 EVERY = DRAFTERS | {
@@ -170,23 +176,29 @@ EVERY = DRAFTERS | {
 }
 
 
-@pytest.mark.parametrize(("batch", "gamma"), [(1, 16), (8, 4), (32, 1), (32, 16)])
+OF_BITS = [("bits", *sizes) for sizes in ((1, 16), (8, 4), (32, 1), (32, 16))]
+
+
+@pytest.mark.parametrize(
+    ("exact", "batch", "gamma"), [*OF_BITS, ("tokens", 8, 4), ("tokens", 32, 16)]
+)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_drafter_leaves_the_bits_of_plain_decoding_on_a_gpu(
-    name, batch, gamma, bundled, alone
+    exact, name, batch, gamma, bundled, alone
 ):
     draft, (texts, plain) = EVERY[name], alone
     other = bundled if draft.traits.needs_model else None
-    config = StepConfig(0 if name == "plain" else gamma, draft, exact=True)
+    config = StepConfig(0 if name == "plain" else gamma, draft, exact=exact)
     models = Models(bundled, other, prepare_params(config.cache_policy, bundled))
     state = decoded(models, texts[:batch], config, 48)
     for row in range(batch):
-        assert_same(state, row, plain[row], 0)
+        assert_same(state, row, plain[exact][row], 0)
 
 
 @pytest.mark.parametrize("name", ["ngram", "vegas", "model"])
-def test_an_engine_leaves_the_tokens_of_plain_decoding_on_a_gpu(name, bundled, alone):
-    """Prompts of one to three pieces, short ones past long ones, in eight slots."""
+@pytest.mark.parametrize("exact", LEVELS)
+def test_an_engine_leaves_the_tokens_of_plain_decoding_on_a_gpu(exact, name, bundled, alone):
+    """Prompts of one or several pieces, short ones past long ones, in eight slots."""
     draft, (texts, plain) = EVERY[name], alone
     engine = jspec.Engine(
         bundled,
@@ -195,27 +207,29 @@ def test_an_engine_leaves_the_tokens_of_plain_decoding_on_a_gpu(name, bundled, a
         draft=draft,
         gamma=4,
         draft_model=bundled if draft.traits.needs_model else None,
-        exact=True,
+        prefill_chunk=2048,  # that of `start_decoding`
+        exact=exact,
     )
     params = SamplingParams(max_new_tokens=48, ignore_eos=True)
     requests = [engine.submit(text, params) for text in [*texts[16:], *texts[:16]]]
     engine.run()
-    for request, text, state in zip([*requests[16:], *requests[:16]], texts, plain, strict=True):
+    states = plain[exact]
+    for request, text, state in zip([*requests[16:], *requests[:16]], texts, states, strict=True):
         assert request.tokens == tuple(state.tokens[0, len(text) :][:48].tolist())
 
 
 def test_scores_are_of_the_same_logits_on_a_gpu(bundled):
     """A text's log-probabilities are the same bits alone and in a batch."""
     texts = prompts((300, 41, 170), vocabulary=256)
-    together = jspec.score_tokens(bundled, texts, exact=True)
+    together = jspec.score_tokens(bundled, texts, exact="bits")
     for text, row in zip(texts, together, strict=True):
-        np.testing.assert_array_equal(jspec.score_tokens(bundled, [text], exact=True)[0], row)
+        np.testing.assert_array_equal(jspec.score_tokens(bundled, [text], exact="bits")[0], row)
 
 
 def assert_scores_equal(model, texts, generation: jspec.Generation, count: int) -> None:
     """The generation's log-probabilities have the bits of those of another pass."""
     whole = [[*text, *new] for text, new in zip(texts, generation.tokens, strict=True)]
-    scores = jspec.score_top_tokens(model, whole, count, exact=True)
+    scores = jspec.score_top_tokens(model, whole, count, exact="bits")
     rows = zip(scores, generation.prompt_logprobs, generation.logprobs, strict=True)
     for score, of_prompt, got in rows:
         assert got is not None
@@ -229,7 +243,9 @@ def test_log_probabilities_have_the_bits_of_scores_in_the_interpreter(interpreti
     model, texts = make_decoder(one, seed=1, embedding=400.0, head=4.0), prompts((9,))
     params = SamplingParams(max_new_tokens=4, temperature=0.8, seed=1, logprobs=2)
     params = dataclasses.replace(params, prompt_logprobs=2)
-    got = jspec.generate(model, texts, params, draft=NGRAM, gamma=2, exact=True, steps_per_chunk=1)
+    got = jspec.generate(
+        model, texts, params, draft=NGRAM, gamma=2, exact="bits", steps_per_chunk=1
+    )
     assert_scores_equal(model, texts, got, 2)
 
 
@@ -245,6 +261,6 @@ def test_log_probabilities_have_the_bits_of_scores_on_a_gpu(calls, bundled):
             for i in range(256)
         ]
         params = [dataclasses.replace(one, logprobs=3, prompt_logprobs=3) for one in params]
-        got = jspec.generate(bundled, texts, params, draft=NGRAM, gamma=4, exact=True)
+        got = jspec.generate(bundled, texts, params, draft=NGRAM, gamma=4, exact="bits")
         assert sum(map(len, got.tokens)) == 128_000
         assert_scores_equal(bundled, texts, got, 3)
