@@ -76,10 +76,12 @@ def test_greedy_tokens_are_those_of_one(name, kvp, tpa, model, alone):
     assert decoded(sharded, DRAFTERS[name], GREEDY)[0] == alone
 
 
-@pytest.mark.parametrize("by", ["pallas", "cuda"])
+@pytest.mark.parametrize(
+    ("mesh", "by"), [({"kvp": 2}, "pallas"), ({"kvp": 2}, "cuda"), ({"tpa": 2}, "cuda")], ids=str
+)
 @pytest.mark.parametrize("name", ["plain", "hata"])
-def test_one_sided_messages_have_the_tokens_of_one(name, by, model, alone):
-    sharded = helix.shard(model, helix.HelixConfig(kvp=2, block=4, exchange=by))
+def test_one_sided_messages_have_the_tokens_of_one(name, mesh, by, model, alone):
+    sharded = helix.shard(model, helix.HelixConfig(block=4, exchange=by, **mesh))
     assert decoded(sharded, DRAFTERS[name], GREEDY)[0] == alone
 
 

@@ -22,8 +22,9 @@ struct Peers {
 Workspace* workspaces[kMostDevices];  // by device
 std::mutex opening;
 
-// What a block does last: the last block of a kernel counts its messages.
-__device__ __forceinline__ void finish(Workspace* own, const Group& group) {
+// What a block does once it has read the numbers of its messages, while these travel: the last block
+// of a kernel counts them.
+__device__ __forceinline__ void count_messages(Workspace* own, const Group& group) {
   __syncthreads();
   if (threadIdx.x == 0 && atomicAdd(&own->done, 1) + 1 == gridDim.x * gridDim.y) {
     // No block of this kernel reads them any more.
@@ -51,20 +52,21 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(
   const auto from = [&](int rank) { return reinterpret_cast<uint2*>(x.found + rank * x.bytes); };
   const int distance = blockIdx.y;
   if (distance == 0) {
+    count_messages(own, x.group);
     for (int64_t i = first; i < lines; i += step) from(me)[i] = to(me)[i];
-  } else {
-    const int receiver = (me + distance) % ranks, sender = (me + ranks - distance) % ranks;
-    const uint32_t sent = own->messages[origin + receiver] + 1;
-    const uint32_t heard = own->messages[origin + sender] + 1;
-    Line* there = peers.of[receiver]->lines[sent % 2][origin + me];
-    const Line* here = own->lines[heard % 2][origin + sender];
-    for (int64_t i = first; i < lines; i += step) send(there + i, line_of(to(receiver)[i], sent));
-    const int64_t until = now() + patience;
-    for (int64_t i = first; i < lines; i += step) {
-      from(sender)[i] = awaited(receive(here + i), here + i, heard, until);
-    }
+    return;
   }
-  finish(own, x.group);
+  const int receiver = (me + distance) % ranks, sender = (me + ranks - distance) % ranks;
+  const uint32_t sent = own->messages[origin + receiver] + 1;
+  const uint32_t heard = own->messages[origin + sender] + 1;
+  Line* there = peers.of[receiver]->lines[sent % 2][origin + me];
+  const Line* here = own->lines[heard % 2][origin + sender];
+  for (int64_t i = first; i < lines; i += step) send(there + i, line_of(to(receiver)[i], sent));
+  count_messages(own, x.group);
+  const int64_t until = now() + patience;
+  for (int64_t i = first; i < lines; i += step) {
+    from(sender)[i] = awaited(receive(here + i), here + i, heard, until);
+  }
 }
 
 // What a device hears from its peers.
@@ -144,8 +146,9 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(
       }
     }
   }
-  const int64_t until = now() + x.group.patience;
   const Heard heard(*own, x.group);
+  count_messages(own, x.group);
+  const int64_t until = now() + x.group.patience;
   for (int64_t item = first; item < items; item += step) {
     const int64_t head = head_of(item, me), begin = item * (lines + 1);
     Line last[kMostDevices], part[kMostDevices];
@@ -176,7 +179,6 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(
       reinterpret_cast<uint2*>(x.out)[item * lines + i] = rounded<kNarrow>(sums);
     }
   }
-  finish(own, x.group);
 }
 
 // Two numbers as those that are stored.
@@ -213,8 +215,9 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(
     Line* there = peers.of[receiver]->lines[sent % 2][origin + me];
     for (int64_t i = first; i < lines; i += step) send(there + i, line_of(values[i], sent));
   }
-  const int64_t until = now() + x.group.patience;
   const Heard heard(*own, x.group);
+  count_messages(own, x.group);
+  const int64_t until = now() + x.group.patience;
   for (int64_t i = first; i < lines; i += step) {
     Line asked[kMostDevices];
     heard.ask(i, asked);
@@ -229,7 +232,6 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(
     }
     store_sums<kNarrow>(x, i, sum);
   }
-  finish(own, x.group);
 }
 
 const char* open_one(int device) {

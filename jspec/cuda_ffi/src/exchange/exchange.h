@@ -63,7 +63,7 @@ struct Line {
 };
 
 struct Workspace {
-  uint32_t done;                    // blocks of the running kernel that have ended
+  uint32_t done;                    // blocks of the running kernel that have read the numbers
   uint32_t messages[kMostDevices];  // sent to each device, and so received from it
   uint32_t unused[7];
   Line lines[2][kMostDevices][kMostLines];  // by the message's number, and by its sender
