@@ -10,6 +10,9 @@ from .cache import (
     LinearLayout as LinearLayout,
 )
 from .cache import (
+    PagedLayout as PagedLayout,
+)
+from .cache import (
     RingLayout as RingLayout,
 )
 from .cache import (

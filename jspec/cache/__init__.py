@@ -1,7 +1,14 @@
 """The cache: keys, values, and further columns and pages that policies store."""
 
 from jspec.cache.cache import Cache, Shards
-from jspec.cache.layout import Layout, LinearLayout, RingLayout, Stripe, StripedLayout
+from jspec.cache.layout import (
+    Layout,
+    LinearLayout,
+    PagedLayout,
+    RingLayout,
+    Stripe,
+    StripedLayout,
+)
 from jspec.cache.storage import HostStorage
 
 __all__ = [
@@ -9,6 +16,7 @@ __all__ = [
     "HostStorage",
     "Layout",
     "LinearLayout",
+    "PagedLayout",
     "RingLayout",
     "Shards",
     "Stripe",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jspec.cache.layout import Layout, Stripe
+from jspec.cache.layout import Layout, PagedLayout, Stripe
 from jspec.cache.storage import TOKEN_COLUMNS, HostStorage
 from jspec.config import LayerSpec
 from jspec.host import in_host, place_in_host
@@ -96,7 +96,7 @@ class Shards(Protocol):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["columns", "lengths", "layouts", "pages", "device_rows"],
+    data_fields=["columns", "lengths", "layouts", "pages", "device_rows", "table"],
     meta_fields=["specs", "page", "storage", "shards"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Cache:
     Attributes:
         columns: Per layer, arrays by name, each ``[B, S, ...]``: ``keys [B, S, K, key size]``,
             ``values [B, S, K, value size]`` unless they are part of the keys, and a policy's
-            columns.
+            columns; of a `PagedLayout` ``[blocks, block, ...]``.
         lengths: int32 ``[B]``: committed positions per row.
         specs: The `LayerSpec` of each layer, static.
         layouts: The layout of each layer.
@@ -114,6 +114,9 @@ class Cache:
             neighbouring positions; a page without a committed position is undefined.
         device_rows: Per layer in host memory, the rows that the last pass read of it, on the
             device; set inside a chunk of steps only.
+        table: int32 ``[B, W]``: the block table of all layers with a `PagedLayout`: the number of
+            the block of the positions from ``i * block`` on, -1 for none. What is written there is
+            dropped. None without such layers.
         page: Positions of a page, static.
         storage: Which layers lie in host memory, static; None for no layer.
         shards: How devices attend together, where this is one device's part of the cache.
@@ -125,6 +128,7 @@ class Cache:
     layouts: tuple[Layout, ...]
     pages: tuple[dict[str, Array], ...] = ()
     device_rows: tuple[DeviceRows | None, ...] = ()
+    table: Array | None = None
     page: int = 1
     storage: HostStorage | None = None
     shards: Shards | None = None
@@ -155,14 +159,17 @@ class Cache:
             pages: ``pages(layer, spec)`` returns shape and dtype, by name, of a layer's pages.
             page: Positions of a page.
             storage: Which layers have their keys and values in host memory; None for no layer.
+
+        Raises:
+            ValueError: For columns or pages of a policy in a layer with a `PagedLayout`.
         """
 
         host_layers = () if storage is None else storage.layers(specs)
 
-        def zeros(kind: str, layer: int, shapes: Shapes, size: int) -> dict[str, Array]:
+        def zeros(kind: str, layer: int, shapes: Shapes, lead: tuple[int, int]) -> dict[str, Array]:
             arrays = {}
             for name, (token_shape, column_dtype) in shapes.items():
-                shape = (batch, size, *token_shape)
+                shape = (*lead, *token_shape)
                 where = placed(f"cache.{kind}.{layer}.{name}", shape, sharding)
                 if layer in host_layers and name in TOKEN_COLUMNS:
                     arrays[name] = place_in_host(np.zeros(shape, column_dtype or dtype), where)
@@ -174,18 +181,28 @@ class Cache:
             shapes = {"keys": ((spec.kv_heads, spec.key_size), dtype)}
             if not spec.values_in_keys:
                 shapes["values"] = ((spec.kv_heads, spec.value_size), dtype)
-            return zeros("columns", layer, shapes | dict(extra(layer, spec)), layout.size)
+            more, lead = dict(extra(layer, spec)), (batch, layout.size)
+            if isinstance(layout, PagedLayout):
+                lead = layout.blocks, layout.block
+                if names := sorted({*more, *pages(layer, spec)}):
+                    raise ValueError(
+                        f"layer {layer} keeps {', '.join(names)} for a policy, and a cache in "
+                        "blocks has keys and values alone; leave out cache_blocks"
+                    )
+            return zeros("columns", layer, shapes | more, lead)
 
         def pages_of(layer: int, spec: LayerSpec, layout: Layout) -> dict[str, Array]:
-            return zeros("pages", layer, pages(layer, spec), -(-layout.size // page))
+            return zeros("pages", layer, pages(layer, spec), (batch, -(-layout.size // page)))
 
         layers = list(enumerate(zip(specs, layouts, strict=True)))
+        widths = {x.width for x in layouts if isinstance(x, PagedLayout)}
         return cls(
             columns=tuple(columns_of(layer, *pair) for layer, pair in layers),
             lengths=jnp.zeros((batch,), jnp.int32),
             specs=tuple(specs),
             layouts=tuple(layouts),
             pages=tuple(pages_of(layer, *pair) for layer, pair in layers),
+            table=jnp.full((batch, max(widths)), -1, jnp.int32) if widths else None,
             page=page,
             storage=storage,
         )
@@ -224,16 +241,32 @@ class Cache:
         The slots are those that `slots` returns.
         """
         self.check_keeps(layer, columns)
-        layer_columns, rows = self.columns[layer], jnp.arange(slots.shape[0])[:, None]
+        layer_columns, slots = self.in_memory(layer, slots)
         return self.replaced(
             layer,
             **{
                 name: layer_columns[name]
-                .at[rows, slots]
+                .at[jnp.arange(len(layer_columns[name]))[:, None], slots]
                 .set(as_cached(x, layer_columns[name].dtype), mode="drop")
                 for name, x in columns.items()
             },
         )
+
+    def table_of(self, layer: int) -> Array | None:
+        """The block table of a layer; None where each row has its slots in one piece."""
+        return self.table if isinstance(self.layouts[layer], PagedLayout) else None
+
+    def in_memory(self, layer: int, slots: Array) -> tuple[dict[str, Array], Array]:
+        """A layer's columns ``[B or 1, n, ...]``, and where the ``slots [B, ...]`` of rows are.
+
+        Those of a `PagedLayout` are one row, which all rows read and write.
+        """
+        layout, columns = self.layouts[layer], self.columns[layer]
+        if not isinstance(layout, PagedLayout):
+            return columns, slots
+        assert self.table is not None
+        flat = {name: x.reshape(1, -1, *x.shape[2:]) for name, x in columns.items()}
+        return flat, layout.pool_slots(self.table, slots)
 
     def check_keeps(self, layer: int, names: Iterable[str]) -> None:
         """Raise `ValueError` unless a layer has columns of these ``names``."""
@@ -254,8 +287,14 @@ class Cache:
         return layout.slots(_without_overwritten(positions, layout.capacity))
 
     def replaced(self, layer: int, **columns: Array) -> Cache:
-        """The cache with these columns of a layer replaced; the others stay."""
-        layer_columns = self.columns[layer] | columns
+        """The cache with these columns of a layer replaced; the others stay.
+
+        They may be in the shape that `in_memory` gives them.
+        """
+        before = self.columns[layer]
+        if self.table_of(layer) is not None:
+            columns = {name: x.reshape(before[name].shape) for name, x in columns.items()}
+        layer_columns = before | columns
         after = (*self.columns[:layer], layer_columns, *self.columns[layer + 1 :])
         return dataclasses.replace(self, columns=after)
 
@@ -306,6 +345,7 @@ class Cache:
             names = [(i, name) for i in layers for name in columns[i]]
             arrays = [columns[i][name] for i, name in names]
             arguments = arrays, layout.slots(sources), layout.slots(targets), counts
+            self._check_in_one_piece(layers[0])
             if isinstance(layout, Stripe):
                 moved = _moved_among_ranks(*arguments, layout.axis)
             else:
@@ -315,12 +355,22 @@ class Cache:
         return dataclasses.replace(self, columns=tuple(columns))
 
     def keys(self, layer: int) -> Array:
-        """Keys of a layer, ``[B, S, K, key size]``."""
+        """Keys of a layer, ``[B, S, K, key size]``; not of a `PagedLayout`."""
+        self._check_in_one_piece(layer)
         return self.columns[layer]["keys"]
 
     def values(self, layer: int) -> Array:
-        """Values of a layer, ``[B, S, K, value size]``."""
+        """Values of a layer, ``[B, S, K, value size]``; not of a `PagedLayout`."""
+        self._check_in_one_piece(layer)
         return values_of(self.specs[layer], self.columns[layer])
+
+    def _check_in_one_piece(self, layer: int) -> None:
+        """Raise `ValueError` where rows do not have the slots of a layer in one piece."""
+        if isinstance(self.layouts[layer], PagedLayout):
+            raise ValueError(
+                f"layer {layer} is in blocks, and what reads it needs the keys of a row in one "
+                "piece; leave out cache_blocks"
+            )
 
 
 def _moved_among_ranks(

@@ -17,6 +17,9 @@ from jax import lax
 from jspec.config import LayerSpec
 from jspec.typing import Array
 
+# Positions of a block: a tile of attention, so that a kernel reads a tile from one block.
+BLOCK = 128
+
 
 class Layout(Protocol):
     """A map between positions and the ``size`` slots of a row: a frozen pytree."""
@@ -91,6 +94,57 @@ class LinearLayout:
 
     def grown(self, capacity: int) -> LinearLayout:
         return LinearLayout(capacity)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class PagedLayout(LinearLayout):
+    """One slot per position, in order, in blocks that lie anywhere in the memory of all rows.
+
+    Which block has which slots of a row is said by the block table of the `Cache`, so that a row
+    takes as many blocks as it has positions. Keys are ``[blocks, block, K, H]``.
+
+    Attributes:
+        size: Most positions of a row, a multiple of ``block``.
+        blocks: Blocks of all rows.
+        block: Positions of a block.
+    """
+
+    blocks: int
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.blocks < 1 or self.block < 1 or self.size % self.block:
+            raise ValueError(
+                f"size={self.size} must be a multiple of block={self.block}, at least 1, and "
+                f"blocks={self.blocks} at least 1"
+            )
+
+    @property
+    def width(self) -> int:
+        """Blocks of a row that has all its positions."""
+        return self.size // self.block
+
+    @property
+    def in_one_piece(self) -> LinearLayout:
+        """The layout of a row with memory of its own."""
+        return LinearLayout(self.size)
+
+    def pool_slots(self, table: Array, slots: Array) -> Array:
+        """Where ``slots [B, ...]`` are in the ``blocks * block`` slots of all rows, in that shape.
+
+        Past their end for a slot that a row does not have. ``table`` as in `Cache`.
+        """
+        index = jnp.clip(slots // self.block, 0, self.width - 1).reshape(len(slots), -1)
+        block = jnp.take_along_axis(table, index, axis=1).reshape(slots.shape)
+        exists = (slots >= 0) & (slots < self.size) & (block >= 0)
+        return jnp.where(exists, block * self.block + slots % self.block, self.blocks * self.block)
+
+    def grown(self, capacity: int) -> LinearLayout:
+        raise ValueError(
+            f"{self} cannot grow to {capacity} positions; start with the capacity that is needed"
+        )
 
 
 @jax.tree_util.register_static

@@ -12,7 +12,7 @@ from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
 from jspec.gpu import gpu_in_use
-from jspec.ops.attention.dense import attention_sizes
+from jspec.ops.attention.dense import IN_BLOCKS, attention_sizes
 from jspec.ops.cached import FLOAT8
 from jspec.typing import Array
 
@@ -143,9 +143,11 @@ def refuses(
 
 
 def _supports(
-    q, k, v, positions, *probe, key_positions, scale, window, softcap, value_size
+    q, k, v, positions, *probe, key_positions, scale, window, softcap, value_size, table=None
 ) -> str | None:
     del positions, value_size
+    if table is not None:
+        return IN_BLOCKS
     settings = {"key_positions": key_positions, "scale": scale}
     gpu = gpu_in_use()
     if reason := refuses(q, k, v, *probe, **settings, window=window, softcap=softcap):

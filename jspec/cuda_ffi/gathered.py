@@ -90,6 +90,8 @@ def refuses(
     listed = selected.shape[-1] + tail.shape[1]
     if v is None:
         return "the values are in the keys"
+    if len(k) != batch:
+        return f"k {k.shape} has slots that all rows of q {q.shape} read"
     if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
         return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16"
     if size not in CHANNELS or v.shape[3] != size:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jspec.config import SamplingParams, positive, shown
+from jspec.decode.blocks import Blocks, check_blocks
 from jspec.decode.checks import Prompt, agreed_params, as_ids, check_request
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
@@ -64,6 +65,10 @@ class Engine:
             asked for are prefilled one by one, and whole, also after a shared prefix.
         routed_experts: Whether requests may ask by ``params.routed_experts``. Steps record the
             experts of all tokens; prompts of requests that ask are prefilled as those above.
+        cache_blocks: Blocks of 128 positions that the slots share, each request taking as many as
+            it fills: the memory of the slots, in place of ``slots`` times ``capacity``. Where they
+            do not suffice, the requests that were prefilled last wait, and their prompts and tokens
+            are prefilled again (docs/serving.md). None: each slot has memory of its own.
         prefill_chunk: Prompt tokens per free slot and step; None is 512, 2048 for a model of up to
             256 MiB, and 256 on a CPU.
         on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
@@ -71,6 +76,9 @@ class Engine:
         **options: The drafter, gamma and other options of decoding: `DecodeOptions`.
 
     Attributes:
+        slots: As above.
+        capacity: As above.
+        cache_blocks: As above.
         is_closed: Whether an exception has ended it.
 
     Raises:
@@ -89,6 +97,7 @@ class Engine:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         routed_experts: bool = False,
+        cache_blocks: int | None = None,
         prefill_chunk: int | None = None,
         on_compile: OnCompile | None = None,
         **options: Unpack[DecodeOptions],
@@ -98,7 +107,10 @@ class Engine:
         resolved = ResolvedOptions.of(model, options)
         usual = usual_chunk(resolved.models)
         chunk = positive("prefill_chunk", usual if prefill_chunk is None else prefill_chunk)
-        self.slots, self.capacity = slots, capacity
+        if cache_blocks is not None:
+            cache_blocks = positive("cache_blocks", cache_blocks)
+            check_blocks(resolved, cache_blocks, capacity)
+        self.slots, self.capacity, self.cache_blocks = slots, capacity, cache_blocks
         self._ends = tuple(resolved.models.target.config.stop_tokens)
         if len(self._ends) > stop_tokens:
             raise ValueError(
@@ -123,7 +135,11 @@ class Engine:
         with self._memory():
             room, programs = rounded_capacity(capacity), self._runner.chunks.programs
             recorded = self.prompt_logprobs, routed_experts
+            recorded = *recorded, cache_blocks
             prefill = SlotPrefill(resolved, slots, room, chunk, programs, *recorded)
+            if cache_blocks is not None:
+                forget = prefill.texts.forget
+                self._runner.blocks = Blocks(slots, room, cache_blocks, forget)
             self._scheduler = Scheduler(self._runner, prefill)
             self._create_slots()
 
@@ -314,6 +330,7 @@ class Engine:
         """
         self._check_ready()
         with self._device_work():
+            self._scheduler.resume(self._runner.make_room())
             if self._scheduler.can_prefill:
                 self._runner.chunks.follow(self._scheduler.prefill_prompts)
             return self._runner.decode(waiting=self._scheduler.busy)
@@ -405,7 +422,7 @@ class Engine:
             self._has_cache = True
 
     def _create_slots(self) -> None:
-        state = self._scheduler.prefill.started(self.slots)
+        state = self._scheduler.prefill.started()
         stops = np.full((self.slots, self.stop_tokens), -1, np.int32)
         stops = put(stops, state.stop_tokens.sharding)
         state = dataclasses.replace(state, routed_experts=self.routed_experts)
@@ -490,7 +507,9 @@ class Engine:
 
     def _memory(self) -> contextlib.AbstractContextManager[None]:
         size = f"{self.slots} slots of {self.capacity} positions"
-        return memory_errors(size, "lower slots or capacity")
+        if self.cache_blocks is None:
+            return memory_errors(size, "lower slots or capacity")
+        return memory_errors(f"{size} in {self.cache_blocks} blocks", "lower cache_blocks")
 
 
 def check_on_update(on_update: Any) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.cache import Cache, Layout
+from jspec.cache import Cache, Layout, LinearLayout, PagedLayout
 from jspec.config import SamplingParams, shown, whole_number
 from jspec.decode.checks import (
     Prompt,
@@ -134,6 +134,40 @@ def start_decoding(
     rest = (processors, on_prefill, run, sharding, on_prompt_records)
     start = _started_alone if config.exact == "tokens" else _started
     return start(models, ids, params, config, *sizes, *rest)
+
+
+def start_empty(
+    models: Models,
+    rows: int,
+    config: StepConfig,
+    capacity: int,
+    *,
+    cache_dtype: DTypeLike | None,
+    run: Callable[..., Any],
+    processors: Sequence[LogitsProcessor],
+    blocks: int | None = None,
+) -> DecodeState:
+    """A state of ``rows`` whose prompts have one token, which is prefilled nowhere.
+
+    ``blocks``: of the cache of layers that have room for all positions; None: each row has its
+    positions in one piece. The other arguments as in `start_decoding`.
+    """
+    prompts, params = [np.zeros(1, np.int32)] * rows, SamplingParams(max_new_tokens=1, seed=0)
+    if blocks is None:
+        return start_decoding(
+            *(models, prompts, params, config),
+            capacity=capacity,
+            cache_dtype=cache_dtype,
+            run=run,
+            processors=processors,
+        )
+    dtype = _float_dtype(models.target.dtype if cache_dtype is None else cache_dtype)
+    layouts = layouts_for(models.target, capacity, config.gamma, rings=not config.exact)
+    layouts = tuple(
+        PagedLayout(capacity, blocks) if isinstance(x, LinearLayout) else x for x in layouts
+    )
+    sizes = (capacity, layouts, dtype, None)
+    return _started(models, prompts, (params,) * rows, config, *sizes, processors, run=run)
 
 
 def _checked(

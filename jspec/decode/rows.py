@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jax import lax
 
 from jspec.cache import Cache
 from jspec.cache.cache import longer
+from jspec.cache.paged import rows_into_blocks
 from jspec.config import SamplingMode, SamplingParams, shown, whole_number
 from jspec.decode.checks import Prompt, asks_experts, logprobs_of, mode_of, sampling_of
 from jspec.decode.processors import LogitsProcessor, Processing
@@ -172,9 +174,10 @@ def insert_rows(
 ) -> DecodeState:
     """``state`` with ``rows`` in ``slots [n]``; a row whose slot is past the end is dropped.
 
-    ``write(whole, rows)`` writes an array of the cache's columns and pages and of the draft. The
-    other arrays are chosen element by element, which XLA does for most of them in one kernel; each
-    would be written by a kernel of its own.
+    ``write(whole, rows)`` writes an array of the cache's columns and pages and of the draft, but
+    for columns in blocks: a slot has those of the block table. The other arrays are chosen element
+    by element, which XLA does for most of them in one kernel; each would be written by a kernel of
+    its own.
     """
     batch = jnp.arange(len(state.tokens), dtype=slots.dtype)
 
@@ -187,8 +190,18 @@ def insert_rows(
     small = jax.tree.map(choose, _small(state), _small(rows))
     leaves, structure = jax.tree.flatten(_large(state))
     pairs = zip(leaves, jax.tree.leaves(_large(rows)), strict=True)
-    columns, pages, draft = jax.tree.unflatten(structure, [write(*pair) for pair in pairs])
-    cache = dataclasses.replace(state.cache, columns=columns, pages=pages, lengths=small.cache)
+    pages, draft = jax.tree.unflatten(structure, [write(*pair) for pair in pairs])
+    columns = []
+    for layer, row_columns in enumerate(rows.cache.columns):
+        write_column = write
+        if (table := state.cache.table_of(layer)) is not None:
+            table = table.at[slots].get(mode="fill", fill_value=-1)
+            write_column = functools.partial(rows_into_blocks, table=table)
+        whole = state.cache.columns[layer]
+        columns.append({name: write_column(x, row_columns[name]) for name, x in whole.items()})
+    cache = dataclasses.replace(
+        state.cache, columns=tuple(columns), pages=pages, lengths=small.cache
+    )
     return dataclasses.replace(small, cache=cache, draft=draft)
 
 
@@ -248,8 +261,9 @@ def grow_capacity(state: DecodeState, capacity: int, config: StepConfig) -> Deco
     return dataclasses.replace(state, cache=state.cache.grown(capacity), tokens=tokens, draft=draft)
 
 
-def _large(state: DecodeState) -> tuple[Any, Any, Any]:
-    return state.cache.columns, state.cache.pages, state.draft
+def _large(state: DecodeState) -> tuple[Any, Any]:
+    """The large arrays of a state, but for the columns of the cache."""
+    return state.cache.pages, state.draft
 
 
 def _small(state: DecodeState) -> Any:

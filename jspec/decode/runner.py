@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jspec.config import SamplingMode
+from jspec.decode.blocks import Blocks, blocks_of
 from jspec.decode.checks import MODES, strongest
 from jspec.decode.chunks import Chunks
 from jspec.decode.on_mesh import agreed
@@ -60,9 +61,11 @@ class Runner:
             where requests need it.
         slots: The request of each slot, None for a free one.
         chunks: Runs the chunks.
+        blocks: The blocks of the slots; None where each slot has memory of its own.
     """
 
     state: DecodeState
+    blocks: Blocks | None = None
 
     def __init__(
         self,
@@ -124,6 +127,83 @@ class Runner:
             self.slots[slot], self._is_done[slot] = request, False
         self.chunks.renew(list(slots))
 
+    # --- blocks -----------------------------------------------------------------------------------
+
+    def make_room(self) -> list[Request]:
+        """Reserve blocks for the next chunk of the requests in slots, where no chunk runs.
+
+        If there are too few, the slots that were filled last are freed, until the others have
+        enough. A request that is alone always has. Returns the requests that lost their slots, the
+        one first that had its slot longest.
+        """
+        removed: list[Request] = []
+        if self.blocks is None or self.chunks.running:
+            return removed
+        while self._missing_blocks(1) > self.blocks.unused(self.free):
+            slot = self.blocks.newest([x for x, other in enumerate(self.slots) if other])
+            request = self.slots[slot]
+            assert request is not None
+            removed.insert(0, request)
+            self.remove(request)
+        return removed
+
+    def fitting(self, requests: Sequence[Request]) -> int:
+        """For how many of the first ``requests`` there are blocks up to their first chunk's end.
+
+        Blocks that those in slots need in their next chunk do not count.
+        """
+        if self.blocks is None:
+            return len(requests)
+        room = self.blocks.unused(self.free) - self._missing_blocks(len(self.chunks.running) + 1)
+        for count, request in enumerate(requests):
+            room -= blocks_of(self._positions(request, 1))
+            if room < 0:
+                return count
+        return len(requests)
+
+    def reserve(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Reserve blocks for ``requests``, which are `fitting`, before they fill ``slots``."""
+        if self.blocks is None:
+            return
+        idle = [slot for slot in self.free if slot not in slots]
+        for slot, request in zip(slots, requests, strict=True):
+            self.blocks.fill(slot, self._positions(request, 1), idle)
+        self.state = self.blocks.placed(self.state)
+
+    def _positions(self, request: Request, chunks: float) -> int:
+        """Positions of a request after so many chunks more than were read, at most."""
+        options = self.chunks.options
+        new = chunks * options.steps * (options.config.gamma + 1)
+        return request._length + int(min(new, request._left))
+
+    def _missing_blocks(self, chunks: int) -> int:
+        """Blocks that requests in slots lack for so many chunks more than were read."""
+        assert self.blocks is not None
+        return sum(
+            self.blocks.missing(slot, positions)
+            for slot, positions in self._growing(chunks).items()
+        )
+
+    def _growing(self, chunks: int) -> dict[int, int]:
+        """The slots whose requests do not end in a running chunk, and their positions after it.
+
+        ``chunks`` as in `_positions`.
+        """
+        free = set(self.free)
+        return {
+            slot: self._positions(request, chunks)
+            for slot, request in enumerate(self.slots)
+            if request is not None and slot not in free
+        }
+
+    def _reserve_chunk(self) -> None:
+        """Reserve the blocks of the next chunk, of which there are enough."""
+        if self.blocks is None:
+            return
+        for slot, positions in self._growing(len(self.chunks.running) + 1).items():
+            self.blocks.reserve(slot, positions, self.free)
+        self.state = self.blocks.placed(self.state)
+
     def remove(self, request: Request) -> None:
         """Free the slot of a request, and drop what running chunks decode for it."""
         for slots in (self.slots, *(chunk.requests for chunk in self.chunks.running)):
@@ -170,6 +250,7 @@ class Runner:
 
     def _start(self) -> None:
         """Give the device a chunk of steps, with room for all that it may commit."""
+        self._reserve_chunk()
         mode = self.state.mode
         modes: list[SamplingMode] = [x.params.mode for x in self.slots if x is not None]
         asked = any(x is not None and x.params.logprobs is not None for x in self.slots)
@@ -196,6 +277,8 @@ class Runner:
         """
         if self._idle() is not None or self._reach(2) > self.state.tokens.shape[1]:
             return False
+        if self.blocks is not None and self._missing_blocks(2) > self.blocks.unused(self.free):
+            return False
         left = self._left()
         # Slots that were filled after the running chunk begin with the next one.
         left[list(self.chunks.running[0].filled)] = np.iinfo(left.dtype).max
@@ -212,10 +295,8 @@ class Runner:
 
     def _reach(self, chunks: float) -> int:
         """Positions of the longest row after so many chunks more than were read, at most."""
-        options = self.chunks.options
-        new = chunks * options.steps * (options.config.gamma + 1)
         requests = (request for request in self.slots if request is not None)
-        return max((x._length + int(min(new, x._left)) for x in requests), default=0)
+        return max((self._positions(x, chunks) for x in requests), default=0)
 
     def _idle(self) -> np.ndarray | None:
         """Slots without a request, bool ``[B]``; None where the device has the same."""

@@ -48,11 +48,15 @@ class Scheduler:
     @property
     def can_prefill(self) -> bool:
         """Whether a step can prefill tokens of a request."""
-        if self._runner.free:
-            return self.busy
         if self._incoming is not None:
-            return self.prefill.current_row.left > 0
-        return bool(self._queue) and not self._is_short(next(iter(self._queue)))
+            request, needs_slot = self._incoming, self.prefill.current_row.left == 0
+        elif self._queue:
+            request = next(iter(self._queue))
+            needs_slot = self._is_short(request)
+        else:
+            return False
+        has_slot = self._runner.free and self._runner.fitting([request])
+        return not needs_slot or bool(has_slot)
 
     @property
     def requests(self) -> list[Request]:
@@ -119,7 +123,10 @@ class Scheduler:
                 prefill.advance(prefill.current_row)
             if prefill.current_row.left > 0 or not self._runner.free:
                 break
+            if not self._runner.fitting([request]):
+                break
             slot = prefill.texts.by_age(self._runner.free)[0]
+            self._runner.reserve([slot], [request])
             state = prefill.insert(self._runner.state, slot, request)
             self._fill(state, [slot], [request])
             self._incoming = None
@@ -137,6 +144,7 @@ class Scheduler:
         while free := self.prefill.texts.by_age(self._runner.free):
             candidates = choose(self._is_short, itertools.islice(self._queue, LOOKAHEAD_REQUESTS))
             group = list(itertools.islice(candidates, min(len(free), MAX_REQUESTS)))
+            group = group[: self._runner.fitting(group)]
             if not group:
                 break
             prompts = [request._known for request in group]
@@ -146,6 +154,7 @@ class Scheduler:
                 break
             spent_tokens += rows * size
             group, slots, prompts = group[:count], free[:count], prompts[:count]
+            self._runner.reserve(slots, group)
             state = self.prefill.fill(self._runner.state, rows, size, slots, group)
             self._fill(state, slots, group)
             different = {prompt.tobytes(): len(prompt) for prompt in prompts}

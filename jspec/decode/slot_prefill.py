@@ -23,7 +23,7 @@ from jspec.decode.prefill import (
     pass_size,
     pass_sizes,
     prefill_chunk,
-    start_decoding,
+    start_empty,
 )
 from jspec.decode.programs import Timed
 from jspec.decode.request import Request
@@ -97,6 +97,7 @@ class SlotPrefill:
         prompt_logprobs: How many of the likeliest tokens are scored with each token of a prompt
             whose request asks for log-probabilities; None where none does.
         routed_experts: Whether experts are recorded of prompts whose request asks for them.
+        cache_blocks: Blocks of the batch's cache; None where each slot has its own memory.
 
     Attributes:
         options: The same.
@@ -115,8 +116,10 @@ class SlotPrefill:
         programs: Timed,
         prompt_logprobs: int | None = None,
         routed_experts: bool = False,
+        cache_blocks: int | None = None,
     ) -> None:
         self.options, self._programs = options, programs
+        self._cache_blocks = cache_blocks
         self._recorded: dict[str, Any] = {
             "prompt_logprobs": prompt_logprobs,
             "routed_experts": routed_experts,
@@ -158,17 +161,18 @@ class SlotPrefill:
         self._forget_row()
         self.texts.clear()
 
-    def started(self, rows: int) -> DecodeState:
-        """A state of so many rows with prompts of one token."""
-        return start_decoding(
-            self.options.models,
-            [np.zeros(1, np.int32)] * rows,
-            SamplingParams(max_new_tokens=1, seed=0),
-            self.options.config,
-            capacity=self._capacity,
-            cache_dtype=self.options.cache_dtype,
+    def started(self) -> DecodeState:
+        """A batch whose slots have prompts of one token."""
+        return self._started(self._slots, self._cache_blocks)
+
+    def _started(self, rows: int, blocks: int | None = None) -> DecodeState:
+        options = self.options
+        return start_empty(
+            *(options.models, rows, options.config, self._capacity),
+            cache_dtype=options.cache_dtype,
             run=self._programs,
-            processors=self.options.processors,
+            processors=options.processors,
+            blocks=blocks,
         )
 
     def completion_of(self, state: DecodeState, row: Row) -> Array:
@@ -239,7 +243,7 @@ class SlotPrefill:
         missing = min(MAX_REQUESTS, self._slots) - len(requests)
         requests = [*(requests[at] for at in order), *[IDLE] * missing]
         slots = [*(slots[at] for at in order), *[self._slots] * missing]  # past the end: nowhere
-        cache = dataclasses.replace(state.cache, columns=(), pages=())
+        cache = dataclasses.replace(state.cache, columns=(), pages=(), table=None)
         packed = self._packed(state, slots, requests, cache, None)
         static = {"rows": rows, "size": size, "config": self.options.config}
         return self._programs(prefill_slots, self.options.flat, state, packed, **static)
@@ -376,7 +380,7 @@ class SlotPrefill:
 
     def _fresh_row(self, prompt: np.ndarray) -> Row:
         """A row with memory of its own, for ``prompt``."""
-        cache = self.started(1).cache
+        cache = self._started(1).cache
         return self._begun(prompt, cache, None, 0)
 
     def _begun(self, prompt: np.ndarray, cache: Any, drafter_state: Any, done: int) -> Row:

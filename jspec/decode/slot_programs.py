@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.cache import Cache
+from jspec.cache import Cache, PagedLayout
+from jspec.cache.paged import in_one_piece
 from jspec.decode.on_mesh import on_mesh_of
 from jspec.decode.prefill import init_drafter_state, prefill_chunk
 from jspec.decode.rows import PackedRows, insert_rows
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models
+from jspec.ops.attention.dense import rows_of_blocks
 from jspec.sharding import with_auto_axes
 from jspec.typing import Array
 
@@ -66,7 +68,22 @@ def row_of(cache: Cache, slot: Array) -> Cache:
     """A copy of the row ``slot`` of ``cache``."""
 
     def copy(cache: Cache, slot: Array) -> Cache:
-        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, slot, 1), cache)
+        def row(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, slot, 1)
+
+        columns = cache.columns
+        if cache.table is not None:
+            table = row(cache.table)
+            columns = tuple(
+                jax.tree.map(lambda x: rows_of_blocks(x, table), layer_columns)
+                if isinstance(layout, PagedLayout)
+                else jax.tree.map(row, layer_columns)
+                for layout, layer_columns in zip(cache.layouts, columns, strict=True)
+            )
+            layouts = tuple(map(in_one_piece, cache.layouts))
+            others = dataclasses.replace(cache, columns=(), layouts=layouts, table=None)
+            return dataclasses.replace(jax.tree.map(row, others), columns=columns)
+        return jax.tree.map(row, cache)
 
     return with_auto_axes(copy, cache, slot, like=cache)
 
@@ -101,7 +118,8 @@ def _written(whole: Array, rows: Array, slots: Array) -> Array:
 
 def short_cache(cache: Cache, rows: int, size: int) -> Cache:
     """An empty cache as ``cache``, with so many rows of at most ``size`` positions."""
-    layouts = tuple(layout.grown(min(size, layout.size)) for layout in cache.layouts)
+    rows_layouts = map(in_one_piece, cache.layouts)
+    layouts = tuple(layout.grown(min(size, layout.size)) for layout in rows_layouts)
 
     def zeros(layers: Sequence[dict[str, Array]], page: int) -> tuple[dict[str, Array], ...]:
         sizes = [-(-layout.size // page) for layout in layouts]
@@ -111,4 +129,4 @@ def short_cache(cache: Cache, rows: int, size: int) -> Cache:
         )
 
     columns, pages = zeros(cache.columns, 1), zeros(cache.pages, cache.page)
-    return dataclasses.replace(cache, columns=columns, layouts=layouts, pages=pages)
+    return dataclasses.replace(cache, columns=columns, layouts=layouts, pages=pages, table=None)

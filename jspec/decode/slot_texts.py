@@ -53,6 +53,10 @@ class SlotTexts:
         """Forget all texts."""
         self._texts.clear()
 
+    def forget(self, slot: int) -> None:
+        """The slot has no text any more."""
+        self._texts.pop(slot, None)
+
     def fill(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """The ``requests`` are in ``slots`` from now on."""
         for slot, request in zip(slots, requests, strict=True):

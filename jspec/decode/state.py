@@ -171,7 +171,8 @@ class PromptRecord:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """A batch of requests that is being decoded. Every leaf begins with the batch axis.
+    """A batch of requests that is being decoded. Every leaf begins with the batch axis, but for
+    columns of a cache in blocks.
 
     Attributes:
         cache: The target's cache. It has every known token of a row but the last, which the next

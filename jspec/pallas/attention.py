@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspec.dispatch import Backend
+from jspec.ops.attention.dense import IN_BLOCKS
 from jspec.ops.attention.softmax import grouped, ungrouped
 from jspec.pallas.attention_compute import Compute
 from jspec.pallas.attention_cut import (
@@ -87,6 +88,7 @@ def _attended(
     window: int | None,
     softcap: float | None,
     value_size: int | None,
+    table: None = None,
     blocks: Blocks | None = None,
 ) -> tuple[Array, Array, Array | None]:
     """Output, log-sum-exp, and the scores of ``probe``, None without one."""
@@ -367,7 +369,9 @@ def refuses(
     return None
 
 
-def _supports(q, k, v, *_positions, key_positions, **_settings) -> str | None:
+def _supports(q, k, v, *_positions, key_positions, table=None, **_settings) -> str | None:
+    if table is not None:
+        return IN_BLOCKS
     return refuses(q, k, v, key_positions=key_positions) or refuses_pallas()
 
 

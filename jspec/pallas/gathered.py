@@ -249,6 +249,8 @@ def refuses(
     rows, size = q.shape[1] * q.shape[2] // k.shape[2], k.shape[3]
     if v is None:
         return "the values are in the keys"
+    if len(k) != len(q):
+        return f"k {k.shape} has slots that all rows of q {q.shape} read"
     if q.dtype != k.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q of {q.dtype}, k and v of {k.dtype} are not all bfloat16 or float16"
     if log_weights is not None:

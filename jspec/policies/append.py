@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,6 +39,8 @@ def append_tokens(
             *(columns["keys"], columns["values"], columns["codes"], encoder.matrices, slots),
         )
         return q, cache.replaced(layer, keys=keys, values=values, codes=codes)
+    if cache.table_of(layer) is not None:
+        return _rotate_into_blocks(cache, layer, tokens, slots)
     q, cache = rotate_into(cache, layer, tokens, slots)
     if encoder is not None:
         # Of the rotated keys the cache has the only copy; a slot past its end is not written.
@@ -57,3 +60,28 @@ def rotate_into(cache: Any, layer: int, tokens: NewTokens, slots: Array) -> tupl
         *(q, k, v, qk_rope, columns["keys"], columns["values"], slots)
     )
     return q, cache.replaced(layer, keys=keys, values=values)
+
+
+def _rotate_into_blocks(
+    cache: Cache, layer: int, tokens: NewTokens, slots: Array
+) -> tuple[Array, Cache]:
+    """As `rotate_into` for a layer in blocks: the tokens of all rows are those of one row."""
+    columns, slots = cache.in_memory(layer, slots)
+    assert tokens.v is not None
+    assert tokens.qk_rope is not None
+
+    def one_row(x: Array) -> Array:
+        return x.reshape(1, -1, *x.shape[2:])
+
+    rope = tokens.qk_rope
+    qk_rope = dataclasses.replace(
+        rope,
+        cosine=one_row(rope.cosine),
+        sine=one_row(rope.sine),
+        joined=None if rope.joined is None else one_row(rope.joined),
+    )
+    q, keys, values = rotate_and_append(
+        *(one_row(tokens.q), one_row(tokens.k), one_row(tokens.v), qk_rope),
+        *(columns["keys"], columns["values"], one_row(slots)),
+    )
+    return q.reshape(tokens.q.shape), cache.replaced(layer, keys=keys, values=values)

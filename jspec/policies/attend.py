@@ -21,7 +21,7 @@ from jspec.policies.read import (
     read_slots,
     read_whole,
     rotated_columns,
-    selected_slots,
+    selected_columns,
 )
 from jspec.policies.selection import NewTokens, Selection
 from jspec.typing import Array, Attend, Model
@@ -157,10 +157,10 @@ class SelectedAttend(Attend):
         if selection.key_rotation is not None:
             columns, where = rotated_columns(cache, layer, selection, self._new_positions)
             return read_columns(cache.specs[layer], q, columns, self.positions, where, sinks, up)
-        slots = selected_slots(cache.layouts[layer], selection.positions, self._new_positions)
+        columns, slots = selected_columns(cache, layer, selection.positions, self._new_positions)
         weights = None if selection.log_weights is None else selection.log_weights(q)
         return read_slots(
-            *(cache, layer, q, cache.columns[layer], self.positions, slots),
+            *(cache, layer, q, columns, self.positions, slots),
             *(self.context_len, weights, sinks, up),
         )
 

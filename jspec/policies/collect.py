@@ -111,6 +111,7 @@ class CollectingAttend(Attend):
         query_positions, key_positions = in_slots(cache, layer, self.positions)
         arguments = (q, columns["keys"], columns.get("values"), query_positions)
         settings: Any = settings_of(spec) | {"key_positions": key_positions}
+        settings |= {"table": cache.table_of(layer)}
         if scoring is None and policy.score != "weight" and not policy.needs_verdict:
             with jax.named_scope("collection"):
                 probe = mean_query(q, policy.scoring(self.positions), spec.kv_heads)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jspec.cache import Cache, LinearLayout, Shards, Stripe
+from jspec.cache import Cache, LinearLayout, PagedLayout, Shards, Stripe
 from jspec.cache.cache import Read
 from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
@@ -48,7 +48,8 @@ def read_whole(
 ) -> Array:
     """Attention over all positions of a layer, the new tokens at ``positions`` included."""
     positions, where = in_slots(cache, layer, positions)
-    return read_at(cache, layer, q, cache.columns[layer], positions, where, sinks, up)
+    table = cache.table_of(layer)
+    return read_at(cache, layer, q, cache.columns[layer], positions, where, sinks, up, table)
 
 
 def read_tree(
@@ -94,15 +95,16 @@ def read_at(
     key_positions: Array | None,
     sinks: Array | None,
     up: Array | None,
+    table: Array | None = None,
 ) -> Array:
     """Attention over ``columns`` of a layer and those of the other devices that share the rows.
 
     ``positions`` int32 ``[B, T]``: of the queries; ``key_positions`` int32 ``[B, S]``: of the keys,
-    -1 for none; None where they are their indices.
+    -1 for none; None where they are their indices; ``table``: of columns in blocks.
     """
 
     def read(q: Array, positions: Array) -> tuple[Array, Array]:
-        return _attention(cache.specs[layer], q, columns, positions, key_positions)
+        return _attention(cache.specs[layer], q, columns, positions, key_positions, table)
 
     return attended(cache, read, q, positions, sinks, up)
 
@@ -194,6 +196,7 @@ def _attention(
     columns: Mapping[str, Array],
     positions: Array,
     key_positions: Array | None,
+    table: Array | None = None,
 ) -> tuple[Array, Array]:
     return attention(
         q,
@@ -201,9 +204,27 @@ def _attention(
         columns.get("values"),
         positions,
         key_positions=key_positions,
+        table=table,
         window=spec.window,
         **settings_of(spec),
     )
+
+
+def selected_columns(
+    cache: Cache, layer: int, selected: Array, new_positions: Array
+) -> tuple[dict[str, Array], SelectedSlots]:
+    """A layer's columns, and the slots of ``selected`` positions, -1 for none, and of new ones.
+
+    ``new_positions`` int32 ``[B, m]``.
+    """
+    layout = cache.layouts[layer]
+    if isinstance(layout, PagedLayout):
+        columns, slots = cache.in_memory(layer, selected)
+        _, new_slots = cache.in_memory(layer, new_positions)
+        end = layout.blocks * layout.block
+        slots, new_slots = (jnp.where(x < end, x, -1) for x in (slots, new_slots))
+        return columns, SelectedSlots(slots, new_slots)
+    return cache.columns[layer], selected_slots(layout, selected, new_positions)
 
 
 def selected_slots(layout: Layout, selected: Array, new_positions: Array) -> SelectedSlots:
@@ -288,9 +309,8 @@ def gather_columns(
 
     Entries for -1 are undefined.
     """
-    slots = cache.layouts[layer].slots(positions)
+    columns, slots = cache.in_memory(layer, cache.layouts[layer].slots(positions))
     index = slots[:, :, None, None] if slots.ndim == 2 else jnp.swapaxes(slots, 1, 2)[..., None]
-    columns = cache.columns[layer]
     return {
         name: jnp.take_along_axis(columns[name], index, axis=1, mode="clip")
         for name in names

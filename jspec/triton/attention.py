@@ -15,7 +15,7 @@ from jax import lax
 from jspec import tuned
 from jspec.dispatch import Backend
 from jspec.gpu import gpu_in_use
-from jspec.ops.attention.dense import attention_sizes
+from jspec.ops.attention.dense import attention_sizes, slots_of
 from jspec.ops.cached import FLOAT8
 from jspec.triton.call import next_power, refuses_triton, triton_call
 from jspec.typing import Array
@@ -72,6 +72,7 @@ def attention_triton(
     window: int | None,
     softcap: float | None,
     value_size: int | None,
+    table: Array | None = None,
     blocks: Blocks | None = None,
     exact: bool = False,
 ) -> tuple[Array, Array]:
@@ -81,7 +82,7 @@ def attention_triton(
     either, so that a row's bits follow from it alone.
     """
     settings = {"key_positions": key_positions, "scale": scale, "window": window}
-    settings |= {"softcap": softcap, "value_size": value_size, "blocks": blocks}
+    settings |= {"softcap": softcap, "value_size": value_size, "table": table, "blocks": blocks}
 
     def attended(q: Array, positions: Array) -> tuple[Array, Array]:
         return _attended(q, k, v, positions, None, **settings, exact=exact)[:2]
@@ -115,6 +116,7 @@ def _attended(
     window: int | None,
     softcap: float | None,
     value_size: int | None,
+    table: Array | None = None,
     blocks: Blocks | None = None,
     exact: bool = False,
 ) -> tuple[Array, Array, Array]:
@@ -124,7 +126,7 @@ def _attended(
     operation = "attention" if exact or probe is None else "scored_attention"
     blocks = blocks or _blocks(operation, "exact" if exact else "triton", q, k, key_positions)
     batch, tokens, heads, _ = q.shape
-    slots, kv_heads = k.shape[1:3]
+    slots, kv_heads = slots_of(k, table), k.shape[2]
     shape = tile_shape(k, v, value_size)
     keys = keys_of_tile(shape, k, v, blocks.bytes)
     every = tokens * heads // kv_heads
@@ -141,6 +143,7 @@ def _attended(
         exact_attention_kernel if exact else attention_kernel,
         *(q, k, k if v is None else v, positions),
         positions if key_positions is None else key_positions,
+        positions if table is None else table,
         *(q if probe is None else probe, *(() if sizes is None else (sizes,))),
         out=(*types, jax.ShapeDtypeStruct(scored, jnp.float32)),
         programs=batch * parts * tiles * kv_heads,
@@ -153,6 +156,7 @@ def _attended(
         SOFTCAP=softcap,
         WINDOW=window,
         HAS_KEY_POSITIONS=key_positions is not None,
+        BLOCK=0 if table is None else k.shape[1],
         PROBED=probe is not None,
         ROWS=rows,
         SPLITS=splits,
@@ -334,12 +338,20 @@ def refuses_key_size(k: Array) -> str | None:
     return None
 
 
-def _supports(q, k, v, *args, value_size=None, **kwargs) -> str | None:
-    return refuses(q, k, v, value_size) or refuses_key_size(k)
+def refuses_blocks(k: Array, table: Array | None) -> str | None:
+    """Why the kernels cannot read blocks of this size, or None: none may end within a tile."""
+    if table is None or k.shape[1] % MAX_KEYS == 0:
+        return None
+    return f"blocks of {k.shape[1]} keys are no multiple of {MAX_KEYS}, the most of a tile"
 
 
-def _supports_narrow(q, k, v, *args, **kwargs) -> str | None:
-    return refuses(q, k, v) or refuses_triton(k)
+def _supports(q, k, v, *args, value_size=None, table=None, **kwargs) -> str | None:
+    reason = refuses(q, k, v, value_size) or refuses_blocks(k, table)
+    return reason or refuses_key_size(k)
+
+
+def _supports_narrow(q, k, v, *args, table=None, **kwargs) -> str | None:
+    return refuses(q, k, v) or refuses_blocks(k, table) or refuses_triton(k)
 
 
 ATTENTION = Backend("triton", attention_triton, _supports)

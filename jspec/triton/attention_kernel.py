@@ -150,6 +150,7 @@ def attend(
     v,
     positions,
     key_positions,
+    table,
     probe,
     out,
     lse,
@@ -167,6 +168,7 @@ def attend(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_KEY_POSITIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -183,10 +185,11 @@ def attend(
     time. Programs of neighbouring heads follow each other, as their keys do in memory. ``tiles`` of
     rows share the keys; ``parts`` of the SPLITS may have something to read. WHOLE: it is one part,
     and the program writes the result, else a part for `merge_kernel`. HAS_KEY_POSITIONS: the
-    positions of the keys are ``key_positions``; otherwise a key's slot is its position. PROBED:
-    ``scores`` gets the products of the keys and of the head's query in ``probe``; tiles that share
-    keys write the same numbers. The channels of a key past WIDTH, where there are any, are a tile
-    REST wide.
+    positions of the keys are ``key_positions``; otherwise a key's slot is its position. BLOCK: the
+    slots of a block, of which ``table`` says where a row has each, -1 for none; a multiple of KEYS.
+    0: each row has its slots in one piece. PROBED: ``scores`` gets the products of the keys and of
+    the head's query in ``probe``; tiles that share keys write the same numbers. The channels of a
+    key past WIDTH, where there are any, are a tile REST wide.
     """
     head = tl.program_id(0) % KV_HEADS
     rest = tl.program_id(0) // KV_HEADS
@@ -225,6 +228,9 @@ def attend(
         probe_index = batch_row * KV_HEADS + head
         pooled = read_probe(probe, probe_index, SIZE, WIDTH).to(tile.dtype)
         scores += (batch_row * KV_HEADS + head) * slots
+    if BLOCK > 0:
+        table += batch_row * (slots // BLOCK)
+        block = tl.load(table + begin // BLOCK, mask=begin < end, other=-1)
     for start in range(begin, end, SPLITS * KEYS):
         slot = start + key
         if HAS_KEY_POSITIONS:
@@ -234,12 +240,19 @@ def attend(
             slot_positions = tl.load(key_positions + slot, mask=slot < end, other=-1)
         else:
             at, read = slot, slot < end
+        first_key = base + start
+        if BLOCK > 0:
+            read &= block >= 0
+            first_key = block.to(tl.int64) * BLOCK + start % BLOCK
+            # As above.
+            following = start + SPLITS * KEYS
+            block = tl.load(table + following // BLOCK, mask=following < end, other=-1)
         visible = read[None, :] & (at[None, :] <= position[:, None])
         if WINDOW is not None:
             read &= at >= first
             visible &= at[None, :] > position[:, None] - WINDOW
         # The first slot in int64, the others in int32 from there: a cache may have 2**31 elements.
-        first_slot = (base + start) * KV_HEADS + head
+        first_slot = first_key * KV_HEADS + head
         keys = read_tile(k + first_slot * SIZE, key * (KV_HEADS * SIZE), read, SIZE, WIDTH)
         more_keys = None
         if REST > 0:
@@ -275,6 +288,7 @@ def attention_kernel(
     v,
     positions,
     key_positions,
+    table,
     probe,
     out,
     lse,
@@ -289,6 +303,7 @@ def attention_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_KEY_POSITIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -307,6 +322,7 @@ def attention_kernel(
         v,
         positions,
         key_positions,
+        table,
         probe,
         out,
         lse,
@@ -324,6 +340,7 @@ def attention_kernel(
         SOFTCAP,
         WINDOW,
         HAS_KEY_POSITIONS,
+        BLOCK,
         PROBED,
         VALUES_IN_KEYS,
         WIDTH,
@@ -342,6 +359,7 @@ def exact_attention_kernel(
     v,
     positions,
     key_positions,
+    table,
     probe,
     sizes,
     out,
@@ -355,6 +373,7 @@ def exact_attention_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_KEY_POSITIONS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PROBED: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -375,6 +394,7 @@ def exact_attention_kernel(
         v,
         positions,
         key_positions,
+        table,
         probe,
         out,
         lse,
@@ -392,6 +412,7 @@ def exact_attention_kernel(
         SOFTCAP,
         WINDOW,
         HAS_KEY_POSITIONS,
+        BLOCK,
         PROBED,
         VALUES_IN_KEYS,
         WIDTH,

@@ -99,7 +99,7 @@ def gathered_triton(
         warps=blocks.warps,
         stages=blocks.stages,
         TOKENS=tokens,
-        SLOTS=slots,
+        SLOTS=slots if len(k) == batch else 0,
         KV_HEADS=kv_heads,
         GROUP=group,
         SCALE=float(scale),

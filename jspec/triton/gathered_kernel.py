@@ -103,12 +103,12 @@ def gathered_kernel(
 
     HEADS * TOKENS * GROUP rows, ROWS of them a tile. A tile of keys holds those of HEADS heads at
     KEYS / HEADS slots: what a slot has of them is one run of memory. Each row sees its own head
-    alone. The tail is at indices below 0. It has the first TAIL_STEPS of the STEPS that CHUNKS
-    share evenly, the selection has the others; COUNTED: those that ``counts`` leaves. SHARED: the
-    heads share their selection, and otherwise HEADS is 1. WEIGHTED: ``log_weights`` are added to
-    the scores of the selection. LISTED: how many slots a program reads at once and keeps, a power
-    of 2, or 0 for one that reads them tile by tile. The channels of a key past WIDTH, where there
-    are any, are a tile REST wide.
+    alone. SLOTS: of a batch row; 0 where all rows read the same slots. The tail is at indices below
+    0. It has the first TAIL_STEPS of the STEPS that CHUNKS share evenly, the selection has the
+    others; COUNTED: those that ``counts`` leaves. SHARED: the heads share their selection, and
+    otherwise HEADS is 1. WEIGHTED: ``log_weights`` are added to the scores of the selection.
+    LISTED: how many slots a program reads at once and keeps, a power of 2, or 0 for one that reads
+    them tile by tile. The channels of a key past WIDTH, where there are any, are a tile REST wide.
     """
     ROWS_PER_HEAD: tl.constexpr = TOKENS * GROUP
     STEP: tl.constexpr = KEYS // HEADS

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec.cache.layout import layouts_of
+from jspec.cache.layout import PagedLayout, layouts_of
 from jspec.config import ModelConfig, SamplingParams
 from jspec.decode.draft import Chain, Drafter, GuidedDraft, NgramDraft, NoDraft, SuffixDraft
 from jspec.decode.prefill import prefill_chunk, start_decoding
@@ -63,12 +63,18 @@ def lowered(
     batch: int,
     backends: Backends,
     draft: Drafter = PLAIN,
+    blocks: int | None = None,
 ) -> jax.stages.Lowered:
-    """One of the three programs for a state of ``batch`` rows of `SLOTS` slots."""
+    """One of the three programs for a state of ``batch`` rows of `SLOTS` slots.
+
+    ``blocks``: of the cache; None: each row has its slots in one piece.
+    """
     config, specs = StepConfig(GAMMA, draft, backends), model.config.layers
     models = Models(model, policy=prepare_params(config.cache_policy, model))
     small = start_decoding(models, [[1]] * batch, SamplingParams(max_new_tokens=1), config)
     layouts = layouts_of(specs, SLOTS, GAMMA)
+    if blocks is not None:
+        layouts = (PagedLayout(SLOTS, blocks),) * len(specs)
 
     def whole(state):
         cache = create_cache(config.cache_policy, specs, layouts, batch, DTYPE)
@@ -100,6 +106,17 @@ def test_no_program_holds_a_second_cache(model, backend, batch, program):
     assert memory is not None
     cache = batch * SLOTS * LAYERS * 2 * 2 * 128 * jnp.dtype(DTYPE).itemsize
     # What is given back lies where it was taken from.
+    assert memory.alias_size_in_bytes >= cache
+    assert memory.temp_size_in_bytes < SHARE * cache
+
+
+@pytest.mark.parametrize("draft", [PLAIN, SuffixDraft()], ids=["plain", "suffix"])
+def test_blocks_are_written_in_place(model, draft):
+    """Of as many positions as two of the four rows."""
+    memory = lowered("chunk", model, 4, Backends(), draft, 2 * SLOTS // 128).compile()
+    memory = memory.memory_analysis()
+    assert memory is not None
+    cache = 2 * SLOTS * LAYERS * 2 * 2 * 128 * jnp.dtype(DTYPE).itemsize
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < SHARE * cache
 

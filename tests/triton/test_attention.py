@@ -22,7 +22,9 @@ from tests.ops.attention.test_dense import (
     Inputs,
     brute_force,
     expected,
+    in_blocks,
     inputs,
+    without_block,
 )
 from tests.triton.lowering import lower
 
@@ -53,9 +55,9 @@ INTERPRETED = [
 by_name = pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
 
 
-def run(x: Inputs, case: Case, blocks: Blocks | None, transform=lambda f: f):
+def run(x: Inputs, case: Case, blocks: Blocks | None, transform=lambda f: f, **more):
     """The kernels' output for these inputs, jitted where ``transform`` says so."""
-    settings = case.settings | {"scale": case.scale or case.size**-0.5, "blocks": blocks}
+    settings = case.settings | {"scale": case.scale or case.size**-0.5, "blocks": blocks} | more
 
     def call(q, k, v, positions, key_positions):
         return attention_triton(q, k, v, positions, key_positions=key_positions, **settings)
@@ -79,6 +81,54 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
     assert out.dtype == case.dtype
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=tolerance)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+
+
+IN_BLOCKS = [
+    Case("blocks-of-128", 3, 400, (390, 131, 3), size=4),
+    Case("blocks-window-padding", 2, 300, (290, 100), padded=(0, 1), size=4, window=140),
+]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["splits", "one-split"])
+@pytest.mark.parametrize("case", IN_BLOCKS, ids=lambda case: case.name)
+def test_a_table_changes_no_bit_in_the_interpreter(case, blocks, exact, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    x = inputs(case, junk=np.nan)
+    paged, table = in_blocks(x, 128)
+    # A row has as many slots in blocks as in one piece.
+    x = with_room(x, table.shape[1] * 128 - case.slots)
+    settings = {"exact": exact}
+    pairs = zip(
+        run(paged, case, blocks, table=jnp.asarray(table), **settings),
+        run(x, case, blocks, **settings),
+        strict=True,
+    )
+    for got, want in pairs:
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(want, expected(case)[1], rtol=1e-6, atol=2e-6)
+
+
+def test_positions_without_a_block_are_not_read_in_the_interpreter(interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    case = IN_BLOCKS[0]
+    x = inputs(case, junk=0.0)
+    paged, table = in_blocks(x, 128)
+    expected_out, expected_lse = brute_force(without_block(x, table, 128))
+    out, lse = run(paged, case, SMALL, table=jnp.asarray(table))
+    np.testing.assert_allclose(out, expected_out, atol=2e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=2e-6)
+
+
+def test_a_block_may_not_end_within_a_tile():
+    arrays = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 1, 4, 64), (9, 64, 2, 64))
+    )
+    q, k = arrays
+    table = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    reason = "blocks of 64 keys are no multiple of 128, the most of a tile"
+    assert ATTENTION.supports(q, k, k, None, table=table) == reason
+    assert SCORED.supports(q, k, k, None, table=table) == reason
 
 
 @pytest.mark.parametrize("blocks", [SMALL, WHOLE], ids=["splits", "one-split"])
@@ -188,26 +238,35 @@ def test_slots_past_two_to_the_31_elements_are_read_on_a_gpu():
     [
         ((8, 1, 32, 8, 128, 262144), "bfloat16", {}, 2),
         ((2, 10, 28, 4, 128, 1000), "float16", {"window": 64, "key_positions": True}, 2),
+        ((2, 10, 32, 8, 128, 4096), "bfloat16", {"table": True}, 2),
         ((2, 3, 8, 8, 80, 16), "float32", {"softcap": 5.0}, 1),
         ((2, 4, 16, 1, 256, 9000), "bfloat16", {"value_size": 192}, 2),
         ((2, 4, 128, 1, 576, 9000), "bfloat16", {"value_size": 512}, 2),
     ],
-    ids=["t1", "t10-ring", "float32-one-tile", "values-in-keys", "latent"],
+    ids=["t1", "t10-ring", "t10-blocks", "float32-one-tile", "values-in-keys", "latent"],
 )
 def test_is_one_launch_and_one_that_merges(shape, dtype, settings, launches):
     batch, tokens, heads, kv_heads, size, slots = shape
     reference = {"window": None, "softcap": None, "value_size": None, "key_positions": False}
-    reference |= settings
+    reference |= {"table": False} | settings
     integer = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     cache = jax.ShapeDtypeStruct((batch, slots, kv_heads, size), dtype)
     key_positions = integer((batch, slots)) if reference.pop("key_positions") else None
+    table = None
+    if reference.pop("table"):
+        cache = jax.ShapeDtypeStruct((99, 128, kv_heads, size), dtype)
+        table = integer((batch, slots // 128))
     text = lower(
-        lambda q, k, v, positions, key_positions: attention_triton(
-            q, k, v, positions, key_positions=key_positions, scale=size**-0.5, **reference
+        lambda q, k, v, positions, key_positions, table: attention_triton(
+            *(q, k, v, positions),
+            key_positions=key_positions,
+            table=table,
+            scale=size**-0.5,
+            **reference,
         ),
         jax.ShapeDtypeStruct((batch, tokens, heads, size), dtype),
         *(cache, None if reference["value_size"] else cache),
-        *(integer((batch, tokens)), key_positions),
+        *(integer((batch, tokens)), key_positions, table),
     )
     assert text.count("stablehlo.custom_call @triton_kernel_call_ffi") == launches
     assert text.count("stablehlo.") == launches

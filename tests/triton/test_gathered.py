@@ -11,7 +11,16 @@ from jspec.triton import gathered
 from jspec.triton.call import refuses_triton
 from jspec.triton.gathered import GATHERED, Blocks, cut_of, gathered_triton, heads_together
 from tests.ops.attention.test_dense import EXACT
-from tests.ops.attention.test_gathered import CASES, LARGE, Case, Inputs, expected, inputs
+from tests.ops.attention.test_gathered import (
+    CASES,
+    LARGE,
+    SHARED,
+    Case,
+    Inputs,
+    expected,
+    inputs,
+    of_one_row,
+)
 from tests.triton.lowering import lower
 
 # Several chunks, a head a program; and one chunk for as many heads as fit.
@@ -51,6 +60,12 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
     monkeypatch.setattr(gathered, "triton_call", interpreted)
     monkeypatch.setattr(gathered, "MERGED_PARTS", 2)
     assert_right(run(inputs(case, junk=np.nan), case, blocks), case, 1e-3)
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_rows_may_read_the_slots_of_one_in_the_interpreter(case, interpreted, monkeypatch):
+    monkeypatch.setattr(gathered, "triton_call", interpreted)
+    assert_right(run(of_one_row(inputs(case, junk=np.nan)), case, BOTH), case, 1e-3)
 
 
 @pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: case.name)

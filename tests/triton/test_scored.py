@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,10 +12,10 @@ from jspec.gpu import refuses_gpu
 from jspec.ops.attention.scored import SCORED
 from jspec.triton import attention as module
 from jspec.triton.attention import attention_triton, scored_attention_triton
-from tests.ops.attention.test_dense import LARGE, inputs
+from tests.ops.attention.test_dense import LARGE, in_blocks, inputs
 from tests.ops.attention.test_scored import arrays, by_name, check, read_by_some
 from tests.triton.lowering import lower
-from tests.triton.test_attention import SMALL, WHOLE
+from tests.triton.test_attention import IN_BLOCKS, SMALL, WHOLE
 
 MORE_ROWS = dataclasses.replace(SMALL, rows=64, least=64)  # tiles of more rows than there are
 
@@ -28,6 +29,18 @@ def test_equals_the_definition_in_the_interpreter(case, blocks, interpreted, mon
     settings = case.settings | {"key_positions": stored, "blocks": blocks}
     settings["scale"] = case.size**-0.5 if case.scale is None else case.scale
     check(scored_attention_triton(*operands, **settings), x, case, 2e-6)
+
+
+@pytest.mark.parametrize("case", IN_BLOCKS, ids=lambda case: case.name)
+def test_keys_in_blocks_are_scored_in_the_order_of_their_positions(case, interpreted, monkeypatch):
+    monkeypatch.setattr(module, "triton_call", interpreted)
+    x = inputs(case, junk=np.nan)
+    paged, table = in_blocks(x, 128)
+    (q, _, _, positions, probe), _ = arrays(x, case)
+    operands = q, jnp.asarray(paged.k), jnp.asarray(paged.v), positions, probe
+    settings = case.settings | {"key_positions": None, "scale": case.size**-0.5, "blocks": SMALL}
+    out, lse, scores = scored_attention_triton(*operands, **settings, table=jnp.asarray(table))
+    check((out, lse, scores[..., : case.slots]), x, case, 2e-6)
 
 
 @pytest.mark.parametrize("case", LARGE[:4], ids=lambda case: case.name)

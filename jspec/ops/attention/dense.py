@@ -33,6 +33,7 @@ def attention(
     positions: Array,
     *,
     key_positions: Array | None = None,
+    table: Array | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -46,12 +47,15 @@ def attention(
 
     Args:
         q: ``[B, T, N, H]``.
-        k: ``[B, S, K, H]``, with N a multiple of K.
-        v: ``[B, S, K, H']`` of the dtype of ``k``; None: the values are the first ``value_size``
-            channels of the keys.
+        k: ``[B, S, K, H]``, with N a multiple of K; with ``table``, ``[blocks, block, K, H]``.
+        v: the same with H' channels, of the dtype of ``k``; None: the values are the first
+            ``value_size`` channels of the keys.
         positions: int32 ``[B, T]``, absolute positions of the queries, -1 for padding.
         key_positions: int32 ``[B, S]``, absolute positions of the keys, -1 for an empty slot; None:
             a key's slot is its position.
+        table: int32 ``[B, W]``, not together with ``key_positions``: which of the blocks of ``k``
+            has the positions from ``i * block`` on of a row, -1 for none; S is ``W * block``.
+            Rows may share blocks. None: each row has its keys in one piece.
         scale: of the scores; None is ``H ** -0.5``.
         window: a query reads only the last ``window`` keys up to its position; None is all.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
@@ -65,19 +69,24 @@ def attention(
     Raises:
         ValueError: for shapes or dtypes that do not fit together.
     """
-    check_attention(q, k, v, positions, key_positions, value_size)
+    check_attention(q, k, v, positions, key_positions, value_size, table)
     return ATTENTION(
         q,
         k,
         v,
         positions,
         key_positions=key_positions,
+        table=table,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         window=window,
         softcap=softcap,
         value_size=value_size,
         implementation=implementation,
     )
+
+
+# Why a backend refuses a table.
+IN_BLOCKS = "the keys are in blocks, and the kernel reads those of a row in one piece"
 
 
 def check_attention(
@@ -87,19 +96,38 @@ def check_attention(
     positions: Array,
     key_positions: Array | None,
     value_size: int | None,
+    table: Array | None = None,
 ) -> None:
     """Raise `ValueError` where the arguments of an attention do not fit together."""
-    check_heads(q, k, v, value_size)
+    check_heads(q, k, v, value_size, rows=None if table is None else len(k))
+    if table is not None and (
+        table.ndim != 2 or len(table) != len(q) or table.dtype != jnp.int32 or 0 in k.shape
+    ):
+        raise ValueError(
+            f"table {table.dtype}{list(table.shape)} must be int32 [B, W] with B={len(q)}, for "
+            f"blocks of keys {list(k.shape)}"
+        )
+    if table is not None and key_positions is not None:
+        raise ValueError(
+            "key_positions and table are both passed; with a table the position of a key follows "
+            "from its block"
+        )
     if positions.shape != q.shape[:2]:
         raise ValueError(f"positions {positions.shape} must be [B, T] = {q.shape[:2]}")
     if key_positions is not None and key_positions.shape != k.shape[:2]:
         raise ValueError(f"key_positions {key_positions.shape} must be [B, S] = {k.shape[:2]}")
 
 
-def check_heads(q: Array, k: Array, v: Array | None, value_size: int | None) -> None:
-    """Raise `ValueError` where queries, keys and values are not of one attention."""
+def check_heads(
+    q: Array, k: Array, v: Array | None, value_size: int | None, *, rows: int | None = None
+) -> None:
+    """Raise `ValueError` where queries, keys and values are not of one attention.
+
+    ``rows``: of the first axis of ``k``; None for those of ``q``.
+    """
+    rows = q.shape[0] if rows is None else rows
     shapes = f"q {q.shape}, k {k.shape}, v {None if v is None else v.shape}"
-    fits = q.ndim == k.ndim == 4 and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
+    fits = q.ndim == k.ndim == 4 and k.shape[0] == rows and k.shape[3] == q.shape[3]
     if v is not None:
         fits = fits and k.shape[:3] == v.shape[:3]
     if not fits or q.shape[2] % k.shape[2]:
@@ -123,6 +151,28 @@ def values_in(k: Array, v: Array | None, value_size: int | None) -> Array:
     return k[..., :value_size] if v is None else v
 
 
+def slots_of(k: Array, table: Array | None) -> int:
+    """The slots of a row."""
+    return k.shape[1] if table is None else k.shape[1] * table.shape[1]
+
+
+def rows_of_blocks(blocks: Array, table: Array) -> Array:
+    """A copy ``[B, W * block, ...]`` of each row's ``blocks [blocks, block, ...]``.
+
+    ``table`` as in `attention`; undefined where it is -1.
+    """
+    rows = jnp.take(blocks, table, axis=0, mode="clip")
+    return rows.reshape(len(table), -1, *blocks.shape[2:])
+
+
+def _positions_of_slots(k: Array, table: Array | None) -> Array:
+    """The position of each slot, which is its index, int32 ``[1 or B, S]``; -1 for none."""
+    index = jnp.arange(slots_of(k, table), dtype=jnp.int32)[None]
+    if table is None:
+        return index
+    return jnp.where(jnp.repeat(table >= 0, k.shape[1], axis=1), index, -1)
+
+
 def _sees(positions: Array, key_positions: Array, group: int, window: int | None) -> Array:
     """Which of ``[B, S]`` keys each grouped query row reads, bool ``[B, T * G, S]``."""
     visible = (key_positions >= 0)[:, None] & (key_positions[:, None] <= positions[:, :, None])
@@ -131,28 +181,35 @@ def _sees(positions: Array, key_positions: Array, group: int, window: int | None
     return jnp.repeat(visible, group, axis=1)
 
 
-def _xla(q, k, v, positions, *, key_positions, scale, window, softcap, value_size):
+def _xla(q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None):
     """The reference of `attention`: the scores of all slots at once."""
     kv_heads = k.shape[2]
-    v = values_in(k, v, value_size)
     if key_positions is None:
-        key_positions = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+        key_positions = _positions_of_slots(k, table)
+    if table is not None:
+        v = None if v is None else rows_of_blocks(v, table)
+        k = rows_of_blocks(k, table)
+    v = values_in(k, v, value_size)
     valid = _sees(positions, key_positions, q.shape[2] // kv_heads, window)
     rows = grouped(q * jnp.asarray(scale, q.dtype), kv_heads)
     sums = accumulate(empty_sums(rows, v.shape[3]), rows, k, v, valid[:, None], softcap)
     return finish(sums, q.shape[1], q.dtype)
 
 
-def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, value_size):
+def _xla_blocked(
+    q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
+):
     """`attention` block by block, with a running softmax, as far as the longest row reaches.
 
     With ``key_positions``, over all blocks.
     """
-    slots, kv_heads = k.shape[1:3]
+    slots, kv_heads = slots_of(k, table), k.shape[2]
     group = q.shape[2] // kv_heads
-    block = min(BLOCK if jax.default_backend() == "cpu" else GPU_BLOCK, slots)
+    size = 1 if table is None else k.shape[1]  # of a block of the cache, which is read whole
+    block = BLOCK if jax.default_backend() == "cpu" else GPU_BLOCK
+    block = min(max(block // size, 1) * size, slots)
     if key_positions is None:
-        key_positions = jnp.arange(slots, dtype=jnp.int32)[None]
+        key_positions = _positions_of_slots(k, table)
         blocks = (positions.max() + block) // block
     else:
         blocks = math.ceil(slots / block)
@@ -165,8 +222,15 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
         def part(x: Array) -> Array:
             return lax.dynamic_slice_in_dim(x, begin, block, axis=1)
 
-        part_k = part(k)
-        part_v = values_in(part_k, None if v is None else part(v), value_size)
+        def part_of(x: Array) -> Array:
+            if table is None:
+                return part(x)
+            begin_block = begin // size
+            numbers = lax.dynamic_slice_in_dim(table, begin_block, block // size, axis=1)
+            return rows_of_blocks(x, numbers)
+
+        part_k = part_of(k)
+        part_v = values_in(part_k, None if v is None else part_of(v), value_size)
         is_first_read = begin + jnp.arange(block) >= index * block
         valid = _sees(positions, part(key_positions), group, window) & is_first_read[None, None]
         return accumulate(carry, rows, part_k, part_v, valid[:, None], softcap)
@@ -178,7 +242,12 @@ def _xla_blocked(q, k, v, positions, *, key_positions, scale, window, softcap, v
 
 
 def attention_sizes(
-    q: Array, k: Array, *args, key_positions: Array | None = None, **kwargs
+    q: Array,
+    k: Array,
+    *args,
+    key_positions: Array | None = None,
+    table: Array | None = None,
+    **kwargs,
 ) -> dict[str, int]:
     """The sizes that backends are ordered by.
 
@@ -186,7 +255,7 @@ def attention_sizes(
     those of a channel; ``key_positions`` is 1 where they are passed, else 0.
     """
     batch, tokens, heads, _ = q.shape
-    slots, kv_heads, channels = k.shape[1:]
+    (kv_heads, channels), slots = k.shape[2:], slots_of(k, table)
     rows, keys = tokens * heads // kv_heads, batch * slots * kv_heads
     sizes = {"batch": batch, "tokens": tokens, "rows": rows, "slots": slots, "keys": keys}
     sizes |= {"channels": channels, "bits": 8 * k.dtype.itemsize}

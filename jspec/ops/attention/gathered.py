@@ -41,8 +41,8 @@ def gathered_attention(
 
     Args:
         q: ``[B, T, N, H]``.
-        k: ``[B, S, K, H]``.
-        v: ``[B, S, K, H']``, or None as in `jspec.ops.attention`.
+        k: ``[B, S, K, H]``; or ``[1, S, K, H]``, whose slots all rows read.
+        v: the same with H' channels, or None as in `jspec.ops.attention`.
         positions: int32 ``[B, T]``, absolute, -1 for padding.
         selected: int32 ``[B, n]``, or ``[B, K, n]`` for a list of each KV head: slots that every
             query reads, each once, -1 for none.
@@ -66,7 +66,7 @@ def gathered_attention(
     Raises:
         ValueError: for shapes or dtypes that do not fit together.
     """
-    check_heads(q, k, v, value_size)
+    check_heads(q, k, v, value_size, rows=1 if len(k) == 1 else None)
     _check(q, k, positions, selected, tail, context_len, counts, log_weights)
     return GATHERED(
         q,

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.attention.dense import ATTENTION, attention_sizes, check_attention
+from jspec.ops.attention.dense import (
+    ATTENTION,
+    attention_sizes,
+    check_attention,
+    rows_of_blocks,
+)
 from jspec.ops.cached import compute_dtype
 from jspec.typing import Array
 
@@ -22,6 +27,7 @@ def scored_attention(
     probe: Array,
     *,
     key_positions: Array | None = None,
+    table: Array | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -35,11 +41,12 @@ def scored_attention(
 
     Args:
         q: ``[B, T, N, H]``.
-        k: ``[B, S, K, H]``.
-        v: ``[B, S, K, H']``, or None as in `jspec.ops.attention`.
+        k: ``[B, S, K, H]``, or in blocks as in `jspec.ops.attention`.
+        v: ``[B, S, K, H']``, in blocks, or None as in `jspec.ops.attention`.
         positions: int32 ``[B, T]``, absolute, -1 for padding.
         probe: ``[B, K, H]`` of the dtype of ``q``.
         key_positions: as in `jspec.ops.attention`.
+        table: as in `jspec.ops.attention`.
         scale: of the scores; None is ``H ** -0.5``.
         window: as in `jspec.ops.attention`.
         softcap: as in `jspec.ops.attention`; not applied to the scores of ``probe``.
@@ -54,7 +61,7 @@ def scored_attention(
     Raises:
         ValueError: for shapes or dtypes that do not fit together.
     """
-    check_attention(q, k, v, positions, key_positions, value_size)
+    check_attention(q, k, v, positions, key_positions, value_size, table)
     probe_shape = (q.shape[0], *k.shape[2:])
     if probe.shape != probe_shape or probe.dtype != q.dtype:
         raise ValueError(
@@ -64,6 +71,7 @@ def scored_attention(
     return SCORED(
         *(q, k, v, positions, probe),
         key_positions=key_positions,
+        table=table,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         window=window,
         softcap=softcap,
@@ -72,17 +80,19 @@ def scored_attention(
     )
 
 
-def _xla(q, k, v, positions, probe, *, scale, **settings):
+def _xla(q, k, v, positions, probe, *, scale, table=None, **settings):
     """The reference of `scored_attention`: that of `attention`, and one more matmul."""
     dtype = compute_dtype(q, k)
+    keys = k if table is None else rows_of_blocks(k, table)
     scores = jnp.einsum(
         "bkh,bskh->bks",
         probe.astype(dtype),
-        k.astype(dtype),
+        keys.astype(dtype),
         preferred_element_type=jnp.float32,
     )
     run = ATTENTION.backend("xla").run
-    return *run(q, k, v, positions, scale=scale, **settings), scores * jnp.float32(scale)
+    attended = run(q, k, v, positions, scale=scale, table=table, **settings)
+    return *attended, scores * jnp.float32(scale)
 
 
 def _cases() -> list[Case]:

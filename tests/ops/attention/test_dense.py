@@ -183,6 +183,28 @@ def inputs(case: Case, *, junk: float) -> Inputs:
     )
 
 
+def in_blocks(x: Inputs, block: int) -> tuple[Inputs, np.ndarray]:
+    """``x`` with its keys and values in blocks, in random order among some of NaN; and the table.
+
+    There is none for positions that no query of the row reads.
+    """
+    batch, slots = x.k.shape[:2]
+    width = -(-slots // block)
+    rng = np.random.default_rng(slots)
+    table = rng.permutation(2 * batch * width)[: batch * width].reshape(batch, width)
+    table = np.where(np.arange(width) * block > x.positions.max(axis=1)[:, None], -1, table)
+
+    def blocks_of(rows: np.ndarray) -> np.ndarray:
+        pool = np.full((2 * batch * width, block, *rows.shape[2:]), np.nan, rows.dtype)
+        for row, i in np.argwhere(table >= 0):
+            part = rows[row, i * block : (i + 1) * block]
+            pool[table[row, i], : len(part)] = part
+        return pool
+
+    k, v = (None if a is None else blocks_of(a) for a in (x.k, x.v))
+    return dataclasses.replace(x, k=k, v=v), table.astype(np.int32)
+
+
 def brute_force(
     x: Inputs,
     scale: float | None = None,
@@ -267,6 +289,49 @@ def test_equals_the_definition(case, implementation):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
 
 
+BLOCKS = [
+    dataclasses.replace(case, name=f"{case.name}-blocks")
+    for case in CASES
+    if case.name in ("four-tokens-padding", "all-settings", "values-in-keys", "latent-t1")
+]
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=lambda case: case.name)
+def test_keys_in_blocks_are_read_by_the_table(case, implementation):
+    x, table = in_blocks(inputs(case, junk=np.nan), 8)
+    out, lse = run(x, implementation, **case.settings, table=jnp.asarray(table))
+    expected_out, expected_lse = expected(case)
+    np.testing.assert_allclose(out, expected_out, atol=EXACT)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
+
+
+def without_block(x: Inputs, table: np.ndarray, block: int) -> Inputs:
+    """``x`` without the second block of its first row, which ``table`` then lacks."""
+    stored = np.tile(np.arange(x.k.shape[1], dtype=np.int32), (len(x.k), 1))
+    stored[0, block : 2 * block] = table[0, 1] = -1
+    return dataclasses.replace(x, key_positions=stored)
+
+
+def test_positions_without_a_block_are_not_read(implementation):
+    x = inputs(BLOCKS[0], junk=0.0)
+    paged, table = in_blocks(x, 8)
+    expected_out, expected_lse = brute_force(without_block(x, table, 8))
+    out, lse = run(paged, implementation, table=jnp.asarray(table))
+    np.testing.assert_allclose(out, expected_out, atol=EXACT)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
+
+
+def test_rows_may_share_blocks(implementation):
+    """The first block of all rows is one."""
+    x, table = in_blocks(inputs(BLOCKS[0], junk=0.0), 8)
+    table[:, 0] = table[0, 0]
+    out, _ = run(x, implementation, table=jnp.asarray(table))
+    rows = (np.nan_to_num(a[table].reshape(4, -1, *a.shape[2:])) for a in (x.k, x.v))
+    k, v = rows
+    expected_out, _ = brute_force(dataclasses.replace(x, k=k, v=v))
+    np.testing.assert_allclose(out, expected_out, atol=EXACT)
+
+
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_real_shapes_equal_the_definition_on_a_gpu(case, implementation):
     if reason := refuses_gpu((8, 0), "a case of this size"):
@@ -326,6 +391,11 @@ def test_causal_is_attention_of_a_sequence_over_itself():
         ({"key_positions": (2, 8)}, r"key_positions \(2, 8\) must be \[B, S\] = \(2, 9\)"),
         ({"v": None}, "value_size=None must be from 1 to 8, the channels of a key"),
         ({"v": None, "value_size": 9}, "value_size=9 must be from 1 to 8"),
+        (
+            {"table": (3, 2)},
+            r"table int32\[3, 2\] must be int32 \[B, W\] with B=2, for blocks of keys \[2, 9,",
+        ),
+        ({"table": (2, 2), "key_positions": (2, 18)}, "key_positions and table are both passed"),
         ({"value_size": 4}, "values of float32, value_size=4: .* value_size is for v=None"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
@@ -334,7 +404,7 @@ def test_bad_shapes_are_refused(change, message):
     shapes = {"q": (2, 4, 4, 8), "k": (2, 9, 2, 8), "v": (2, 9, 2, 8), "positions": (2, 4)}
     shapes |= change
     arrays = {
-        name: jax.ShapeDtypeStruct(shape, jnp.int32 if "positions" in name else jnp.float32)
+        name: jax.ShapeDtypeStruct(shape, jnp.float32 if len(name) == 1 else jnp.int32)
         for name, shape in shapes.items()
         if isinstance(shape, tuple)
     }

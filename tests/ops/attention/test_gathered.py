@@ -261,6 +261,30 @@ def test_equals_the_definition(case, backend):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
 
 
+def of_one_row(x: Inputs) -> Inputs:
+    """``x`` with the slots of all batch rows in one, which all of them read."""
+    batch, slots = x.k.shape[:2]
+    first = slots * np.arange(batch, dtype=np.int32)
+
+    def moved(lists: np.ndarray) -> np.ndarray:
+        return np.where(lists >= 0, lists + first.reshape(-1, *[1] * (lists.ndim - 1)), -1)
+
+    k, v = (None if a is None else a.reshape(1, -1, *a.shape[2:]) for a in (x.k, x.v))
+    return dataclasses.replace(x, k=k, v=v, selected=moved(x.selected), tail=moved(x.tail))
+
+
+SHARED = [CASES[1], CASES[3], CASES[6]]
+
+
+@over_backends
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
+def test_rows_may_read_the_slots_of_one(case, backend):
+    out, lse = run(of_one_row(inputs(case, junk=np.nan)), backend, **case.settings)
+    expected_out, expected_lse = expected(case)
+    np.testing.assert_allclose(out, expected_out, atol=EXACT)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=EXACT)
+
+
 def test_filled_counts_up_to_the_last_slot_that_there_is():
     lists = np.array([[4, -1, 7, -1], [-1, -1, -1, -1], [0, 1, 2, 3]])
     assert filled(lists).tolist() == [3, 0, 4]

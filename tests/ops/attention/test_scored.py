@@ -1,5 +1,6 @@
 """Attention that scores its keys too: the same attention, and scores from the definition."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 
 from jspec.ops.attention.scored import SCORED, scored_attention
-from tests.ops.attention.test_dense import CASES, EXACT, Case, Inputs, brute_force, inputs
+from tests.ops.attention.test_dense import (
+    CASES,
+    EXACT,
+    Case,
+    Inputs,
+    brute_force,
+    in_blocks,
+    inputs,
+)
 
 NAMED = {case.name: case for case in CASES}
 SOME = [
@@ -62,6 +71,21 @@ def test_equals_the_definition(case, implementation):
     settings = case.settings | {"key_positions": stored}
     backend = SCORED.backend(implementation)
     if reason := backend.supports(*operands, **settings):
+        pytest.skip(reason)
+    run = functools.partial(scored_attention, implementation=implementation, **settings)
+    check(jax.jit(run)(*operands), x, case, EXACT)
+
+
+@pytest.mark.parametrize("implementation", SCORED.backends)
+def test_keys_in_blocks_are_scored_in_the_order_of_their_positions(implementation):
+    case = dataclasses.replace(NAMED["four-tokens-padding"], slots=40)
+    x = inputs(case, junk=np.nan)
+    operands, _ = arrays(x, case)
+    paged, table = in_blocks(x, 8)
+    settings = case.settings | {"key_positions": None, "table": jnp.asarray(table)}
+    q, _, _, *rest = operands
+    operands = q, jnp.asarray(paged.k), jnp.asarray(paged.v), *rest
+    if reason := SCORED.backend(implementation).supports(*operands, **settings):
         pytest.skip(reason)
     run = functools.partial(scored_attention, implementation=implementation, **settings)
     check(jax.jit(run)(*operands), x, case, EXACT)

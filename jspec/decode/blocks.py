@@ -1,0 +1,135 @@
+"""The blocks of an engine's cache: which slots have them, as the host knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jspec.cache.layout import BLOCK
+from jspec.config import shown
+from jspec.decode.draft import Chain, Drafter, GuidedDraft, SelfDraft
+from jspec.decode.on_mesh import mesh_model
+from jspec.decode.options import ResolvedOptions
+from jspec.decode.state import DecodeState
+from jspec.policies import Dense, Streaming
+from jspec.sharding import explicit_mesh_sharding, put
+
+
+class Blocks:
+    """Which blocks the slots of a batch have, from their first positions on.
+
+    The blocks of a slot without a request are taken where others need them, those first whose slot
+    was filled longest ago: until then its text can be found by prompts that begin alike.
+
+    Args:
+        slots: Slots of the batch.
+        capacity: Positions of a slot, a multiple of `BLOCK`.
+        count: Blocks of all slots.
+        on_release: Called with a slot whose blocks are taken.
+    """
+
+    def __init__(
+        self, slots: int, capacity: int, count: int, on_release: Callable[[int], None]
+    ) -> None:
+        self._on_release = on_release
+        self._table = np.full((slots, capacity // BLOCK), -1, np.int32)
+        self._free = list(range(count))
+        self._order: dict[int, None] = {}  # slots, the one that was filled last at the end
+        self._is_placed = True  # on the device, where a new table has no block either
+
+    def unused(self, idle: Sequence[int]) -> int:
+        """Blocks that no slot has but those of ``idle`` slots."""
+        return len(self._free) + sum(map(self._number, idle))
+
+    def missing(self, slot: int, positions: int) -> int:
+        """How many blocks a slot lacks for so many positions."""
+        return max(blocks_of(positions) - self._number(slot), 0)
+
+    def newest(self, slots: Sequence[int]) -> int:
+        """The one of ``slots`` that was filled last."""
+        return max(slots, key=list(self._order).index)
+
+    def fill(self, slot: int, positions: int, idle: Sequence[int]) -> None:
+        """`reserve` for another request, in place of what the slot had."""
+        self._release(slot)
+        self._order[slot] = None
+        self.reserve(slot, positions, idle)
+
+    def reserve(self, slot: int, positions: int, idle: Sequence[int]) -> None:
+        """Give a slot the blocks that it lacks for so many positions.
+
+        There must be as many: ``idle`` slots lose theirs where too few are free.
+        """
+        missing, number = self.missing(slot, positions), self._number(slot)
+        losing = (x for x in list(self._order) if x in idle and x != slot)
+        while len(self._free) < missing:
+            self._release(next(losing))
+        if missing:
+            new = [self._free.pop() for _ in range(missing)]
+            self._table[slot, number : number + missing] = new
+            self._is_placed = False
+
+    def placed(self, state: DecodeState) -> DecodeState:
+        """``state`` with this block table on the device."""
+        if self._is_placed:
+            return state
+        self._is_placed = True
+        # A copy: an array on a CPU may share memory with what it was made of.
+        table = put(self._table.copy(), state.done.sharding)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=table))
+
+    def _number(self, slot: int) -> int:
+        """How many blocks a slot has."""
+        return int(np.count_nonzero(self._table[slot] >= 0))
+
+    def _release(self, slot: int) -> None:
+        self._order.pop(slot, None)
+        if number := self._number(slot):
+            self._free.extend(self._table[slot, :number].tolist())
+            self._table[slot] = -1
+            self._is_placed = False
+            self._on_release(slot)
+
+
+def blocks_of(positions: int) -> int:
+    """Blocks of so many positions."""
+    return -(-positions // BLOCK)
+
+
+def check_blocks(options: ResolvedOptions, count: int, capacity: int) -> None:
+    """Raise `ValueError` unless requests of ``capacity`` can decode in ``count`` blocks."""
+    config, target = options.config, options.models.target
+    reason = None
+    if (needed := blocks_of(capacity)) > count:
+        raise ValueError(
+            f"cache_blocks={count} of {BLOCK} positions must be at least {needed}, so that a "
+            f"request of capacity={capacity} fits"
+        )
+    if mesh_model(target) is not None or explicit_mesh_sharding(options.models) is not None:
+        reason = "the model is on a mesh, whose devices share rows in one piece"
+    elif config.exact:
+        reason = "exact=True reads rows in one piece"
+    elif config.is_lossy:
+        reason = f"target={shown(config.target)} reads the keys of a row in one piece"
+    else:
+        reason = _refuses(config.draft)
+    if reason is not None:
+        raise ValueError(f"cache_blocks={count}: {reason}; leave out cache_blocks (docs/cache.md)")
+
+
+def _refuses(draft: Drafter) -> str | None:
+    """Why drafts, or what verification collects for them, need keys in one piece, or None."""
+    if isinstance(draft, Chain):
+        return _refuses(draft.first) or _refuses(draft.second)
+    if isinstance(draft, GuidedDraft):
+        policy = draft.policy
+        if policy.score == "weight" or policy.needs_verdict or policy.refresh:
+            return (
+                f"guided drafts with score={policy.score!r}, collect={policy.collect!r} and "
+                f"refresh={policy.refresh} score keys again, which must be in one piece"
+            )
+    elif isinstance(draft, SelfDraft) and not isinstance(draft.policy, Dense | Streaming):
+        return f"policy={shown(draft.policy)} reads the keys of a row in one piece"
+    return f"draft={shown(draft)} drafts trees" if draft.traits.branches else None
