@@ -94,31 +94,23 @@ ffi::Error all_reduce_of(Stream stream, int32_t device, ffi::RemainingArgs argum
 
 extern "C" const char* jspec_open_exchange(int count) { return jspec::open_exchange(count); }
 
+#define JSPEC_BIND_MESSAGE()              \
+  xla::ffi::Ffi::Bind()                   \
+      .Ctx<jspec::StreamContext>()        \
+      .Ctx<xla::ffi::DeviceOrdinal>()     \
+      .RemainingArgs()                    \
+      .RemainingRets()
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_exchange, jspec::exchange_of,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<jspec::StreamContext>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("patience"),
+                              JSPEC_BIND_MESSAGE().Attr<int64_t>("patience"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_all_to_all_merge, jspec::merge_of,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<jspec::StreamContext>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("ranks")
-                                  .Attr<int64_t>("patience"),
-                              {jspec::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jspec_all_to_all_merge, jspec::merge_of,
+    JSPEC_BIND_MESSAGE().Attr<int64_t>("ranks").Attr<int64_t>("patience"),
+    {jspec::ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_all_reduce, jspec::all_reduce_of,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<jspec::StreamContext>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("ranks")
-                                  .Attr<int64_t>("patience"),
-                              {jspec::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jspec_all_reduce, jspec::all_reduce_of,
+    JSPEC_BIND_MESSAGE().Attr<int64_t>("ranks").Attr<int64_t>("patience"),
+    {jspec::ffi::Traits::kCmdBufferCompatible});
