@@ -101,10 +101,11 @@ class SameBlocks:
         pytest.param(SameBlocks(4096, 2, 8), marks=pytest.mark.exhaustive),
         SameBlocks(4096, 3, 4),
         SameBlocks(16, 8, 8),
+        SameBlocks(64, 2, 2),
     ],
 )
 def test_equals_the_definition_by_any_block_sizes(case, blocks, kernel):
-    """Parts of more tiles than there are stages, and of one tile."""
+    """Parts of more tiles than there are stages, of one tile, and so few that they are a cluster."""
     with tuned.use_blocks(blocks):
         out, lse = run(inputs(case, junk=np.nan), case)
     expected_out, expected_lse = brute_force(inputs(case, junk=0.0), scale=case.scale)

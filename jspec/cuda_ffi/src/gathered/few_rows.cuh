@@ -1,18 +1,34 @@
 // Attention over selected slots for heads of up to 8 query rows.
 //
 // The warps of a block share a part of a head's list: each has slots of its own, and the block
-// merges their sums. Keys are the rows of the matmuls and queries the columns, of which there are
-// 8, so that heads of few rows compute little for nothing.
+// merges their sums. From Hopper on, the blocks of a head's parts are a cluster and merge theirs
+// too. Keys are the rows of the matmuls and queries the columns, of which there are 8, so that
+// heads of few rows compute little for nothing.
 #pragma once
 
+#include "common/ptx_hopper.cuh"
 #include "gathered/part.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr int kFewRows = 8;  // query rows of a head, at most
+constexpr int kFewRows = 8;         // query rows of a head, at most
+constexpr int kMaxClusterParts = 8;  // blocks of a cluster that every device has
+constexpr int kBarrierBytes = 16;   // a barrier, before what the other blocks of a cluster send
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr bool kHasClusters = true;
+#else
+constexpr bool kHasClusters = false;
+#endif
 
 inline bool has_few_rows(const Gathered& g) { return g.tokens * g.group <= kFewRows; }
+
+// Whether the parts of a head are merged by the kernel that attends.
+inline bool merges_parts(const Gathered& g) {
+  const bool in_cluster = g.parts <= kMaxClusterParts && is_hopper_or_newer();
+  return has_few_rows(g) && (g.parts == 1 || in_cluster);
+}
 
 // A row of a warp's sums: its channels, the highest score and the sum of weights, and room so that
 // rows begin in different banks.
@@ -27,7 +43,8 @@ __device__ __forceinline__ int token_of(const Gathered& g, int row) {
 }
 
 // kWarps: of a block, at most. Three blocks of 8 warps fit into the registers of a multiprocessor.
-template <int kChannels, int kWarps>
+// kInCluster: the parts of a head are the blocks of a cluster, which merge their results.
+template <int kChannels, int kWarps, bool kInCluster>
 __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 3 : 1)
     few_rows_parts(const __grid_constant__ Gathered g, int max_listed) {
   constexpr int kSteps = kChannels / 16, kRow = kSumsRow<kChannels>;
@@ -35,11 +52,28 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int eighth = lane / 4, quarter = lane % 4;
   const int rows = g.tokens * g.group;
-  if (g.parts > 1) let_next_start();
-  const int head = blockIdx.x, part = blockIdx.y, batch_row = blockIdx.z;
+  const int part = blockIdx.x, head = blockIdx.y, batch_row = blockIdx.z;
   const int ring_bytes = g.stages * kTileBytes<kChannels>;
   char* const ring = memory + warp * ring_bytes;
   int* const listed = reinterpret_cast<int*>(memory + g.warps * ring_bytes) + warp * max_listed;
+  // Of a cluster, block r gives the results r * share to (r + 1) * share of all pairs of channels.
+  const int pairs = rows * kChannels / 2, share = (pairs + g.parts - 1) / g.parts;
+  uint64_t* const received =
+      reinterpret_cast<uint64_t*>(memory + g.warps * (ring_bytes + 4 * max_listed));
+  float4* const inbox =
+      reinterpret_cast<float4*>(reinterpret_cast<char*>(received) + kBarrierBytes);
+  if constexpr (kInCluster && kHasClusters) {
+    if (threadIdx.x == 0) {
+      const int own = min(share, max(pairs - part * share, 0));
+      barrier_init(received, 1);
+      publish_barriers();
+      barrier_expect(received, (g.parts - 1) * own * int(sizeof(float4)));
+    }
+    __syncwarp();
+    cluster_arrive_relaxed();
+  } else if (g.parts > 1) {
+    let_next_start();
+  }
   Part<kChannels, 32> list(g, batch_row, head, part * g.warps + warp, g.parts * g.warps, ring,
                            listed, lane);
   const int64_t first_token = int64_t(batch_row) * g.tokens;
@@ -157,8 +191,17 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
   }
   __syncthreads();
 
+  const auto write = [&](int row, int channel, float first, float second, float highest,
+                         float total) {
+    const float inverse = total > 0 ? 1 / total : 0;
+    const int64_t query = query_at(row);
+    *reinterpret_cast<uint32_t*>(g.out + query * kChannels + channel) =
+        packed(first * inverse, second * inverse);
+    if (channel == 0) g.lse[query] = total > 0 ? (highest + log2f(total)) * kLn2 : -INFINITY;
+  };
+  if constexpr (kInCluster && kHasClusters) cluster_wait();  // all blocks have begun
   // A thread merges two neighbouring channels of a row.
-  for (int i = threadIdx.x; i < rows * kChannels / 2; i += blockDim.x) {
+  for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
     const int row = i / (kChannels / 2), channel = i % (kChannels / 2) * 2;
     const auto sums_of = [&](int warp) {
       return reinterpret_cast<const float*>(memory + warp * ring_bytes) + row * kRow;
@@ -174,12 +217,17 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
       merged[0] += share * sums[channel];
       merged[1] += share * sums[channel + 1];
     }
-    if (g.parts == 1) {
-      const float inverse = total > 0 ? 1 / total : 0;
-      const int64_t query = query_at(row);
-      *reinterpret_cast<uint32_t*>(g.out + query * kChannels + channel) =
-          packed(merged[0] * inverse, merged[1] * inverse);
-      if (channel == 0) g.lse[query] = total > 0 ? (highest + log2f(total)) * kLn2 : -INFINITY;
+    if constexpr (kInCluster && kHasClusters) {
+      const int block = i / share;
+      const float4 sums{merged[0], merged[1], highest, total};
+      float4* place = inbox + part * share + i - block * share;
+      if (block == part) {
+        *place = sums;
+      } else {
+        store_in(address_in(block, place), sums, address_in(block, received));
+      }
+    } else if (g.parts == 1) {
+      write(row, channel, merged[0], merged[1], highest, total);
     } else {
       const int64_t at = ((int64_t(batch_row) * g.kv_heads + head) * g.parts + part) * rows + row;
       float* to = g.partial_out + at * kChannels + place_in_part(channel);
@@ -187,23 +235,55 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
       if (channel == 0) reinterpret_cast<float2*>(g.partial_sums)[at] = {highest, total};
     }
   }
+  if constexpr (kInCluster && kHasClusters) {
+    __syncthreads();  // this block's own results are there
+    barrier_wait(received, 0);
+    for (int i = threadIdx.x; i < share && part * share + i < pairs; i += blockDim.x) {
+      float highest = kLowest, total = 0, merged[2] = {};
+#pragma unroll 4
+      for (int p = 0; p < g.parts; ++p) highest = fmaxf(highest, inbox[p * share + i].z);
+#pragma unroll 4
+      for (int p = 0; p < g.parts; ++p) {
+        const float4 sums = inbox[p * share + i];
+        const float weight = exp2_fast(sums.z - highest);
+        total += weight * sums.w;
+        merged[0] += weight * sums.x, merged[1] += weight * sums.y;
+      }
+      const int pair = part * share + i;
+      write(pair / (kChannels / 2), pair % (kChannels / 2) * 2, merged[0], merged[1], highest,
+            total);
+    }
+  }
 }
 
-template <int kChannels>
-const char* launch_few_rows(Gathered g, Stream stream) {
+template <int kChannels, bool kInCluster>
+const char* launch_few_rows_merging(Gathered g, Stream stream) {
   static_assert(kMaxWarps == 16);
   static_assert(kFewRows * kSumsRow<kChannels> * 4 <= kMinStages * kTileBytes<kChannels>);
   const int max_listed = max_tiles(g, g.parts * g.warps) * kTile;
-  const int room = (shared_limit() / g.warps - 4 * max_listed) / kTileBytes<kChannels>;
+  const int pairs = g.tokens * g.group * kChannels / 2, share = (pairs + g.parts - 1) / g.parts;
+  const int inbox_bytes =
+      kInCluster ? kBarrierBytes + g.parts * share * int(sizeof(float4)) : 0;
+  const int room =
+      ((shared_limit() - inbox_bytes) / g.warps - 4 * max_listed) / kTileBytes<kChannels>;
   if (room < kMinStages && g.warps > 1) {
     g.warps /= 2;
-    return launch_few_rows<kChannels>(g, stream);
+    return launch_few_rows_merging<kChannels, kInCluster>(g, stream);
   }
   g.stages = std::max(kMinStages, std::min(g.stages, room));
-  const int bytes = g.warps * (g.stages * kTileBytes<kChannels> + 4 * max_listed);
-  const auto kernel = g.warps > 8 ? few_rows_parts<kChannels, 16> : few_rows_parts<kChannels, 8>;
-  const dim3 blocks(g.kv_heads, g.parts, g.batch);
-  return launch_with_rings(kernel, blocks, g.warps * 32, bytes, stream, g, max_listed);
+  const int bytes = g.warps * (g.stages * kTileBytes<kChannels> + 4 * max_listed) + inbox_bytes;
+  const auto kernel = g.warps > 8 ? few_rows_parts<kChannels, 16, kInCluster>
+                                  : few_rows_parts<kChannels, 8, kInCluster>;
+  const dim3 blocks(g.parts, g.kv_heads, g.batch);
+  return launch_with_rings(kernel, kInCluster ? g.parts : 1, blocks, g.warps * 32, bytes, stream,
+                           g, max_listed);
+}
+
+template <int kChannels>
+const char* launch_few_rows(const Gathered& g, Stream stream) {
+  const bool in_cluster = g.parts > 1 && merges_parts(g);
+  return (in_cluster ? launch_few_rows_merging<kChannels, true>
+                     : launch_few_rows_merging<kChannels, false>)(g, stream);
 }
 
 }  // namespace

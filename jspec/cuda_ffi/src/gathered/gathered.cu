@@ -149,7 +149,7 @@ const char* launch_parts(Gathered g, Stream stream) {
   g.stages = std::max(kMinStages, std::min(g.stages, room));
   const int row_tiles = (g.tokens * g.group + kWarpRows * kTeam - 1) / (kWarpRows * kTeam);
   const int items = g.batch * g.parts * row_tiles * g.kv_heads;
-  return launch_with_rings(gathered_parts<kChannels, kTeam, kWarps>,
+  return launch_with_rings(gathered_parts<kChannels, kTeam, kWarps>, 1,
                            (items + kTeams - 1) / kTeams, kWarps * 32,
                            g.stages * stage_bytes + list_bytes, stream, g);
 }
@@ -173,7 +173,7 @@ const char* launch_warps(const Gathered& g, Stream stream) {
 const char* gathered_attention(const Gathered& g, Stream stream) {
   const auto launch = g.channels == 64 ? launch_warps<64> : launch_warps<128>;
   if (const char* failed = launch(g, stream)) return failed;
-  if (has_few_rows(g) && g.parts == 1) return nullptr;
+  if (merges_parts(g)) return nullptr;
   return launch_merge(Merge{g.partial_out, g.partial_sums, g.positions, g.out, g.lse, g.batch,
                             g.tokens, g.kv_heads, g.group, g.parts},
                       g.channels, stream);

@@ -153,13 +153,13 @@ struct Part {
 inline int shared_limit() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 // Launches blocks of so many bytes of shared memory, of which a multiprocessor has room for
-// several: the L1 cache has nothing to hold.
+// several: the L1 cache has nothing to hold. `cluster`: blocks of a cluster, which differ in x.
 template <typename... Parameters>
-const char* launch_with_rings(void (*kernel)(Parameters...), dim3 blocks, int threads, int bytes,
-                              Stream stream, const Parameters&... arguments) {
+const char* launch_with_rings(void (*kernel)(Parameters...), int cluster, dim3 blocks, int threads,
+                              int bytes, Stream stream, const Parameters&... arguments) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                        cudaSharedmemCarveoutMaxShared);
-  return launch_behind(kernel, blocks, threads, bytes, false, stream, arguments...);
+  return launch_clusters(kernel, cluster, blocks, threads, bytes, false, stream, arguments...);
 }
 
 }  // namespace
