@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-# Of more rows: tiles of rows and of columns that are whole or not, inputs that steps of 64 do not
+# Of more rows, and of few with many inputs: tiles of rows and of columns that are whole or not, inputs that steps of 64 do not
 # divide, and more of them than a block has room for. The emulator has 3 multiprocessors: it splits
 # the inputs of a single tile among two, three or four blocks.
 TILES = {
@@ -51,6 +51,7 @@ TILES = {
     "down": (128, 1056, 64, "bfloat16", "add"),
     "gated-added": (33, 64, 8, "bfloat16", "gated", "add", "wide"),
     "biased": (64, 1600, 136, "bfloat16", "add", "bias", "norm"),
+    "few-rows": (12, 1536, 72, "bfloat16", "add"),
 }
 
 

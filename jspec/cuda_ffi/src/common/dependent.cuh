@@ -45,6 +45,9 @@ inline bool is_hopper_or_newer() {
   return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
 }
 
+// Whether the device has the instructions that Hopper alone has (sm_90a).
+inline bool is_hopper() { return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
+
 // Launches `kernel` in clusters of so many blocks that differ in x. `early`: it may start before the
 // kernel ahead of it, one of the same call, has ended, and calls wait_for_kernels_ahead() in every
 // thread.

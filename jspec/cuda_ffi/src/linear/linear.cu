@@ -148,9 +148,16 @@ const char* launch_tiles(const Linear& linear, bool early, Stream stream) {
                          : launch_kind<groups, 1>(linear, warps, early, stream);
 }
 
+bool is_quantized(const Linear& linear) { return linear.column_scale || linear.block_scale; }
+
 bool is_small(const Linear& linear) {
-  const bool quantized = linear.column_scale || linear.block_scale;
-  return !quantized && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows;
+  return !is_quantized(linear) && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows;
+}
+
+bool suits_tiles(const Linear& linear) {
+  const int64_t columns = int64_t(linear.outputs) * (linear.gated ? 2 : 1);
+  return !is_quantized(linear) && !linear.transposed && linear.inputs <= kTileInputs &&
+         columns * linear.inputs * 2 <= kTileBytes && is_hopper();
 }
 
 const char* launch_small(const Linear& linear, bool early, Stream stream) {
@@ -161,8 +168,9 @@ const char* launch_small(const Linear& linear, bool early, Stream stream) {
 
 const char* launch_any(const Linear& linear, bool early, Stream stream) {
   if (linear.rows > kMostRows) return linear_hopper(linear, early, stream);
-  return is_small(linear) ? launch_small(linear, early, stream)
-                          : linear_stream(linear, early, stream);
+  if (is_small(linear)) return launch_small(linear, early, stream);
+  return suits_tiles(linear) ? linear_hopper(linear, early, stream)
+                             : linear_stream(linear, early, stream);
 }
 
 }  // namespace

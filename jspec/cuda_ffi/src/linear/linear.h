@@ -17,6 +17,8 @@ constexpr int kBlock = 32;  // inputs that share a scale in MXFP4
 constexpr int kSmallRows = 16, kSmallInputs = 1024;
 // The most rows of weights of 16 bits that are not transposed, and inputs of more than kMostRows.
 constexpr int kTileRows = 128, kTileInputs = 1 << 15;
+// Up to so many bytes of weights, tiles were measured to be faster for few rows too.
+constexpr int64_t kTileBytes = 24 << 20;
 
 struct Linear {
   const uint16_t* x;          // [rows, inputs]
@@ -47,7 +49,7 @@ const char* linear_chain(const std::vector<Linear>& links, Stream stream);
 // `early`: it may start before the kernel ahead of it, one of the same call, has ended.
 const char* linear_stream(const Linear& linear, bool early, Stream stream);
 
-// A matmul on Hopper of more than kMostRows rows, with weights of 16 bits.
+// A matmul on Hopper in tiles of rows, with weights of 16 bits that are not transposed.
 const char* linear_hopper(const Linear& linear, bool early, Stream stream);
 
 }  // namespace jspec

@@ -1,4 +1,4 @@
-// A matmul of tens of rows with bfloat16 weights, on the matrix units of Hopper.
+// A matmul of up to tens of rows with bfloat16 weights, on the matrix units of Hopper.
 //
 // A block has 32 rows and 64 columns of each side. Two warps copy steps of 64 inputs: one the
 // weights, which no kernel ahead writes, and one the rows. Weights are the first factor of the
@@ -400,7 +400,7 @@ const char* launch(const Linear& linear, bool early, Stream stream) {
 
 const char* linear_hopper(const Linear& linear, bool early, Stream stream) {
   // Elsewhere the kernel is empty, and nothing would say that it wrote no result.
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
+  if (!is_hopper()) {
     return "a matmul of so many rows needs compute capability 9.0";
   }
   return linear.gated ? launch<true>(linear, early, stream) : launch<false>(linear, early, stream);
