@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,36 @@ from bench.program import Absent, Program, Source, compile_all
 
 WARMUPS = 3
 FLUSH_BYTES = 2**27  # read between calls for a cold L2: more than any GPU's L2 holds
-Kernel = tuple[str, int]  # name and exclusive nanoseconds, as in `exclusive_times`
+
+
+class Kernel(NamedTuple):
+    """A kernel that ran.
+
+    Attributes:
+        name: of the kernel.
+        ns: in which it ran and no kernel that started before it.
+        waited: whether no kernel ran when it started.
+    """
+
+    name: str
+    ns: int
+    waited: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """``samples`` of a program's device time, and how many ``kernels`` a call launches."""
+    """A program's device time.
+
+    Attributes:
+        samples: nanoseconds of each call.
+        kernels: that a call launches.
+        waits: those of them that start when the one before has ended. A kernel that may start
+            earlier does not wait, unless there is nothing left to overlap with.
+    """
 
     samples: list[int]
     kernels: int
+    waits: int
 
 
 class DeviceClock:
@@ -96,10 +117,10 @@ class DeviceClock:
         """The kernels after each mark; marks are kernels with a name that no program has."""
         groups: list[list[Kernel]] = []
         for kernel in _session(calls, repeats):
-            if kernel[0] == self._marker_name:
+            if kernel.name == self._marker_name:
                 groups.append([])
             elif not groups:
-                raise RuntimeError(f"CUPTI recorded {kernel[0]} but not the mark before it")
+                raise RuntimeError(f"CUPTI recorded {kernel.name} but not the mark before it")
             else:
                 groups[-1].append(kernel)
         return groups
@@ -119,7 +140,7 @@ class DeviceClock:
 
     @cached_property
     def _marker_name(self) -> str:
-        names = {name for name, _ in _session(lambda count: self._mark(wait=True), 1)}
+        names = {kernel.name for kernel in _session(lambda count: self._mark(wait=True), 1)}
         if len(names) != 1:
             raise RuntimeError(f"a program of one kernel gave the kernels {names}")
         return names.pop()
@@ -138,10 +159,12 @@ def _times(groups: list[list[Kernel]], repeats: int, name: str) -> Times:
     if len(groups) == 1:
         size, rest = divmod(len(groups[0]), repeats)
         groups = [groups[0][i * size : (i + 1) * size] for i in range(repeats)]
-        names = {tuple(kernel for kernel, _ in group) for group in groups}
+        names = {tuple(kernel.name for kernel in group) for group in groups}
         if rest or len(names) != 1:
             raise RuntimeError(f"{name}: CUPTI recorded other kernels from call to call")
-    return Times([sum(ns for _, ns in group) for group in groups], len(groups[0]))
+    samples = [sum(kernel.ns for kernel in group) for group in groups]
+    waits = [sum(kernel.waited for kernel in group[1:]) for group in groups]
+    return Times(samples, len(groups[0]), statistics.median_low(waits))
 
 
 def _session(calls: Callable[[int], None], repeats: int) -> list[Kernel]:
@@ -172,7 +195,8 @@ def exclusive_times(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
     """
     kernels, until = [], 0.0
     for name, start, end in sorted(events, key=lambda event: event[1:]):
-        kernels.append((name, round(max(end - max(start, until), 0.0))))
+        ns = round(max(end - max(start, until), 0.0))
+        kernels.append(Kernel(name, ns, waited=start >= until))
         until = max(until, end)
     return kernels
 

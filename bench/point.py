@@ -65,7 +65,8 @@ def measure(
                 rows.append(row(operation, at, "device clock", checked=False, reason=str(error)))
                 continue
             samples = [
-                {"device_ns": times.samples, "kernels": times.kernels} for times in times_by_program
+                {"device_ns": times.samples, "kernels": times.kernels, "waits": times.waits}
+                for times in times_by_program
             ]
         for program, clocks in zip(right, samples, strict=True):
             if state == "warm":

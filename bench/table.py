@@ -128,7 +128,7 @@ def _other_fields(rows: Sequence[Row]) -> list[str]:
     """Fields with one number or word, other than those that every table has."""
     kinds = (int, float, str)
     keys = dict.fromkeys(k for row in rows for k, x in row.items() if type(x) in kinds)
-    return [key for key in keys if key not in (*KNOWN, "kernels")]
+    return [key for key in keys if key not in (*KNOWN, "kernels", "waits")]
 
 
 def _ceiling(result: dict[str, Any], row: Row) -> float | None:

@@ -2,11 +2,11 @@
 
 A point is a case of an operation; its ratios are the backends' times over the fastest one's. Times
 are of a step in a jitted loop where they were measured, since a call that XLA cannot capture in a
-graph costs several launches there, and device times elsewhere. An order costs, at a point, the
-ratio of the first of its backends that ran. Points may be cut in two by a size and a bound, and the
-parts again, where that lowers the cost enough. Each part becomes a rule of the table (see
-`jspec.tuned`), those below a bound first. Without a folder of results, block sizes are searched
-instead: see `bench.blocks`.
+graph costs several launches there, and elsewhere device times, with what launches cost in a step.
+An order costs, at a point, the ratio of the first of its backends that ran. Points may be cut in
+two by a size and a bound, and the parts again, where that lowers the cost enough. Each part becomes
+a rule of the table (see `jspec.tuned`), those below a bound first. Without a folder of results,
+block sizes are searched instead: see `bench.blocks`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from jspec.gpu import gpu_in_use
 from jspec.ops import operations
 from jspec.tuned import Rule, Table
 
+# Microseconds in which no kernel runs before one that waits for the kernel before it, in a graph:
+# what is idle of steps of real models, for each of their launches.
+WAIT = 1.2
 GAIN = 0.002  # least reduction of the mean ratio of an operation by a rule
 DEPTH = 2  # of nested cuts: at most four rules
 
@@ -197,8 +200,13 @@ def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Poin
 def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """The time of each backend at a point, by the step clock if all of them have it."""
     steps = {row["name"]: spread(row, "step") for row in rows}
-    times = steps if None not in steps.values() else {row["name"]: best_clock(row) for row in rows}
-    return {name: time.median for name, time in times.items() if time is not None}
+    if None not in steps.values():
+        return {name: time.median for name, time in steps.items() if time is not None}
+    return {
+        row["name"]: time.median + WAIT * row.get("waits", 0)
+        for row in rows
+        if (time := best_clock(row)) is not None
+    }
 
 
 def fit(points: Sequence[Point], operation: Operation) -> list[Rule]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bench import ceilings, clocks, point, verify, workload
-from bench.clocks import DeviceClock
+from bench.clocks import DeviceClock, Kernel
 from bench.program import Program, Source, compile_all, shapes, sources
 from bench.settings import Settings
 from jspec.dispatch import BackendError
@@ -16,13 +16,13 @@ class Recorder(DeviceClock):
     """A device clock whose kernels are lines of a log."""
 
     def __init__(self, monkeypatch, lost: int | None = None):
-        self.log: list[tuple[str, int]] = []
+        self.log: list[Kernel] = []
         monkeypatch.setattr(clocks, "_session", self._session)
         self.__dict__ |= {"_marker_name": "marker", "_other": None, "_lost": lost}
-        self.__dict__["_flush"] = lambda x: self.log.append(("flush", 1000))
+        self.__dict__["_flush"] = lambda x: self.log.append(Kernel("flush", 1000, True))
 
     def _mark(self, *, wait=False):
-        self.log.append(("marker", 1))
+        self.log.append(Kernel("marker", 1, True))
 
     def _session(self, calls, repeats):
         begin = len(self.log)
@@ -31,7 +31,9 @@ class Recorder(DeviceClock):
 
     def program(self, name: str, *kernels: int, alone: bool = False) -> Program:
         def start():
-            self.log.extend((name, kernel) for kernel in kernels)
+            # The last kernel starts before the one before it has ended.
+            last = len(kernels) - 1
+            self.log.extend(Kernel(name, ns, i != last) for i, ns in enumerate(kernels))
 
         return Program(name, start, lambda outputs: True, lambda outputs: outputs, alone)
 
@@ -40,11 +42,12 @@ class Recorder(DeviceClock):
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 def test_device_time_is_the_sum_of_the_kernels_of_a_call(monkeypatch, cold, alone):
     clock = Recorder(monkeypatch)
-    programs = [clock.program("one", 7), clock.program("two", 5, 6, alone=alone)]
+    programs = [clock.program("one", 7), clock.program("two", 5, 2, 4, alone=alone)]
     times = clock.time([*programs, clock.program("none")], 4, cold=cold)
     assert [t.samples for t in times] == [[7] * 4, [11] * 4, [0] * 4]
-    assert [t.kernels for t in times] == [1, 2, 0]
-    assert sum(name == "flush" for name, _ in clock.log) == (12 if cold else 0)
+    assert [t.kernels for t in times] == [1, 3, 0]
+    assert [t.waits for t in times] == [0, 1, 0]
+    assert sum(kernel.name == "flush" for kernel in clock.log) == (12 if cold else 0)
 
 
 def test_kernels_that_overlap_are_counted_once():
@@ -58,11 +61,16 @@ def test_kernels_that_overlap_are_counted_once():
         spans = zip(starts, ends, strict=True)
         events = [(str(i), float(s), float(e)) for i, (s, e) in enumerate(spans)]
         kernels = clocks.exclusive_times(iter(events))
-        assert sum(ns for _, ns in kernels) == runs.sum()
-        assert [starts[int(name)] for name, _ in kernels] == sorted(starts)
+        assert sum(kernel.ns for kernel in kernels) == runs.sum()
+        assert [starts[int(kernel.name)] for kernel in kernels] == sorted(starts)
     # The second starts before the first has ended, the third runs inside it, the fourth after.
     events = [("late", 30.0, 35.0), ("a", 0.0, 10.0), ("b", 8.0, 20.0), ("inside", 9.0, 12.0)]
-    assert clocks.exclusive_times(events) == [("a", 10), ("b", 10), ("inside", 0), ("late", 5)]
+    assert clocks.exclusive_times(events) == [
+        ("a", 10, True),
+        ("b", 10, False),
+        ("inside", 0, False),
+        ("late", 5, True),
+    ]
 
 
 @pytest.mark.parametrize("lost", [0, 5])

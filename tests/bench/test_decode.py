@@ -11,6 +11,7 @@ import pytest
 
 from bench import point, profiles
 from bench.ceilings import Ceilings
+from bench.clocks import Kernel
 from bench.decode import (
     BACKEND,
     DRAFT,
@@ -59,7 +60,8 @@ ONE = dataclasses.replace(TINY, layers=SPECS[:1])
 MIXTURE = dataclasses.replace(TINY, experts=Experts(routed=8, chosen=2, size=16), sinks=True)
 WINDOWS = dataclasses.replace(TINY, layers=SPECS[::-1], post_norms=True, centered_norms=True)
 CEILINGS = Ceilings(1e9, None)  # a byte a nanosecond
-LAUNCHED = [("attention_kernel", 1000), ("gemm_fusion_dot_1", 600), ("loop_add_fusion", 400)]
+NAMES = {"attention_kernel": 1000, "gemm_fusion_dot_1": 600, "loop_add_fusion": 400}
+LAUNCHED = [Kernel(name, ns, True) for name, ns in NAMES.items()]
 
 
 class Device:
@@ -391,7 +393,7 @@ def test_a_kernel_belongs_to_the_phase_that_runs():
     names = ("nvjet_tst_64x8", "fusion_1", "gathered_kernel", "fusion_5", "fusion_2")
     names += ("nvjet_tst_64x8", "fusion_3", "row_kernel", "weights_kernel", "fusion_6")
     names += ("commit_kernel", "fusion_4", "tree_kernel", "path_kernel", "fusion_7")
-    ran = [(name, 2**index) for index, name in enumerate(names)]
+    ran = [Kernel(name, 2**index, True) for index, name in enumerate(names)]
     sums = kernels.by_part(ran, MADE)
     # A library's kernel before any that is known belongs to the first phase.
     assert sums["draft passes"] == {"attention": 4, "matmuls": 1, "rest": 2}

@@ -251,6 +251,15 @@ def test_exact_is_for_those_who_ask_for_it():
     assert point == Point({"batch": 1}, {"triton": 1.0, "xla": 2.0})
 
 
+def test_a_launch_that_waits_costs_what_it_does_in_a_step():
+    rows = [
+        row("toy", {"B": 1}, name, time, sizes={"batch": 1}) | {"waits": waits}
+        for name, time, waits in (("one", 10.0, 3), ("two", 12.0, 0))
+    ]
+    (point,) = points_of(rows, TOY)
+    assert point.ratios == {"one": pytest.approx((10 + 3 * tune.WAIT) / 12), "two": 1.0}
+
+
 def toy_benchmark(times, wrong=()):
     """A benchmark whose kernel takes as long as ``times`` says of its tile, and is ``wrong`` for
     some tiles."""

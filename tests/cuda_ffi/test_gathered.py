@@ -105,7 +105,7 @@ class SameBlocks:
     ],
 )
 def test_equals_the_definition_by_any_block_sizes(case, blocks, kernel):
-    """Parts of more tiles than there are stages, of one tile, and so few that they are a cluster."""
+    """Parts of more tiles than stages, of one tile, and so few that they are a cluster."""
     with tuned.use_blocks(blocks):
         out, lse = run(inputs(case, junk=np.nan), case)
     expected_out, expected_lse = brute_force(inputs(case, junk=0.0), scale=case.scale)

@@ -39,9 +39,9 @@ CASES = {
 }
 
 
-# Of more rows, and of few with many inputs: tiles of rows and of columns that are whole or not, inputs that steps of 64 do not
-# divide, and more of them than a block has room for. The emulator has 3 multiprocessors: it splits
-# the inputs of a single tile among two, three or four blocks.
+# Of more rows, and of few with many inputs: tiles of rows and of columns that are whole or not,
+# inputs that steps of 64 do not divide, and more of them than a block has room for. The emulator
+# has 3 multiprocessors: it splits the inputs of a single tile among two, three or four blocks.
 TILES = {
     "two-blocks": (25, 96, 24, "bfloat16", "norm", "bias"),
     "three-blocks": (28, 160, 48, "bfloat16", "norm", "gated", "add", "wide"),
