@@ -17,6 +17,7 @@ import numpy as np
 from bench import workload
 from bench.caches import CACHES, TOLERANCE, Check, bytes_of, dense, random_cache
 from bench.cases import Case, heads, product
+from bench.paged import IN_BLOCKS
 from bench.program import reference
 from bench.rivals import attention as rivals
 from bench.suite import OperationBenchmark, Setup, suite_of
@@ -272,4 +273,5 @@ SUITE = suite_of(
     ),
     _scored(SCORED, scored_setup),
     _scored(WEIGHTS, weights_setup),
+    IN_BLOCKS,
 )

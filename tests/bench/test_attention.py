@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from bench import attention, caches, point, table
+from bench import attention, caches, paged, point, table
 from bench.__main__ import SUITES, main
 from bench.clocks import DeviceClock, Times
 from bench.program import reference
 from bench.rivals import attention as rivals
 from bench.rivals import flash
+from bench.settings import Settings
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
 
@@ -22,6 +23,25 @@ DENSE = SUITES["attention"].case("B=3,S=96,heads=4/2,H=16,T=3,lengths=ragged")[1
 SHARED = SUITES["attention"].case("op=gathered_attention,B=2,S=96,n=20,heads=4/2,H=16,T=3")[1]
 PER_HEAD = SHARED | {"indices": "per-head"}
 PAGES = SHARED | {"indices": "pages-4"}
+
+
+def test_rows_are_read_in_blocks_too_and_a_wrong_block_is_detected():
+    case = SUITES["attention"].case("op=in_blocks,B=2,S=512,heads=4/2,H=16,T=3")[1]
+    rows = list(paged.rows(case, Settings(quick=True)))
+    checked = {row["name"]: row["checked"] for row in rows}
+    assert checked["xla"] is checked["xla+blocks"] is True
+    assert checked["cuda+blocks"] is None
+    inputs, static = caches.dense(case), attention.static(case)
+    k, v, table = paged.in_blocks(case, inputs.k, inputs.v)
+    assert k.shape == (8, 128, 2, 16)
+    assert sorted(np.ravel(table)) == list(range(8))
+    right, wrong = (
+        reference(ATTENTION, (inputs.q, k, v, inputs.positions), table=x, **static)
+        for x in (table, table.at[0, 0].set(table[0, 1]))
+    )
+    assert not caches.Check(*right).output(wrong[0])
+    with pytest.raises(ValueError, match="S=300 must be a multiple of 128"):
+        SUITES["attention"].case("op=in_blocks,S=300")
 
 
 def gathered(case, counts=None, change=lambda slots: slots):
