@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 
 import numpy as np
 
 from jspec.cache.layout import BLOCK
-from jspec.config import shown
+from jspec.config import positive, shown
 from jspec.decode.draft import Chain, Drafter, GuidedDraft, SelfDraft
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
@@ -39,7 +39,7 @@ class Blocks:
         self._order: dict[int, None] = {}  # slots, the one that was filled last at the end
         self._is_placed = True  # on the device, where a new table has no block either
 
-    def unused(self, idle: Sequence[int]) -> int:
+    def unused(self, idle: Collection[int]) -> int:
         """Blocks that no slot has but those of ``idle`` slots."""
         return len(self._free) + sum(map(self._number, idle))
 
@@ -47,29 +47,37 @@ class Blocks:
         """How many blocks a slot lacks for so many positions."""
         return max(blocks_of(positions) - self._number(slot), 0)
 
-    def newest(self, slots: Sequence[int]) -> int:
+    def newest(self, slots: Collection[int]) -> int:
         """The one of ``slots`` that was filled last."""
-        return max(slots, key=list(self._order).index)
+        return next(slot for slot in reversed(self._order) if slot in slots)
 
-    def fill(self, slot: int, positions: int, idle: Sequence[int]) -> None:
+    def fill(self, slot: int, positions: int, idle: Collection[int]) -> None:
         """`reserve` for another request, in place of what the slot had."""
-        self._release(slot)
+        self.release(slot)
         self._order[slot] = None
         self.reserve(slot, positions, idle)
 
-    def reserve(self, slot: int, positions: int, idle: Sequence[int]) -> None:
+    def reserve(self, slot: int, positions: int, idle: Collection[int]) -> None:
         """Give a slot the blocks that it lacks for so many positions.
 
         There must be as many: ``idle`` slots lose theirs where too few are free.
         """
         missing, number = self.missing(slot, positions), self._number(slot)
-        losing = (x for x in list(self._order) if x in idle and x != slot)
         while len(self._free) < missing:
-            self._release(next(losing))
+            self.release(next(x for x in self._order if x in idle and x != slot))
         if missing:
             new = [self._free.pop() for _ in range(missing)]
             self._table[slot, number : number + missing] = new
             self._is_placed = False
+
+    def release(self, slot: int) -> None:
+        """Take the blocks of a slot, which others may have."""
+        self._order.pop(slot, None)
+        if number := self._number(slot):
+            self._free.extend(self._table[slot, :number].tolist())
+            self._table[slot] = -1
+            self._is_placed = False
+            self._on_release(slot)
 
     def placed(self, state: DecodeState) -> DecodeState:
         """``state`` with this block table on the device."""
@@ -84,14 +92,6 @@ class Blocks:
         """How many blocks a slot has."""
         return int(np.count_nonzero(self._table[slot] >= 0))
 
-    def _release(self, slot: int) -> None:
-        self._order.pop(slot, None)
-        if number := self._number(slot):
-            self._free.extend(self._table[slot, :number].tolist())
-            self._table[slot] = -1
-            self._is_placed = False
-            self._on_release(slot)
-
 
 def blocks_of(positions: int) -> int:
     """Blocks of so many positions."""
@@ -101,7 +101,7 @@ def blocks_of(positions: int) -> int:
 def check_blocks(options: ResolvedOptions, count: int, capacity: int) -> None:
     """Raise `ValueError` unless requests of ``capacity`` can decode in ``count`` blocks."""
     config, target = options.config, options.models.target
-    reason = None
+    count, reason = positive("cache_blocks", count), None
     if (needed := blocks_of(capacity)) > count:
         raise ValueError(
             f"cache_blocks={count} of {BLOCK} positions must be at least {needed}, so that a "

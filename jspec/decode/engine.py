@@ -108,7 +108,6 @@ class Engine:
         usual = usual_chunk(resolved.models)
         chunk = positive("prefill_chunk", usual if prefill_chunk is None else prefill_chunk)
         if cache_blocks is not None:
-            cache_blocks = positive("cache_blocks", cache_blocks)
             check_blocks(resolved, cache_blocks, capacity)
         self.slots, self.capacity, self.cache_blocks = slots, capacity, cache_blocks
         self._ends = tuple(resolved.models.target.config.stop_tokens)

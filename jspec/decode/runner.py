@@ -130,17 +130,18 @@ class Runner:
     # --- blocks -----------------------------------------------------------------------------------
 
     def make_room(self) -> list[Request]:
-        """Reserve blocks for the next chunk of the requests in slots, where no chunk runs.
+        """Free slots until there are blocks for the others' next chunk, where no chunk runs.
 
-        If there are too few, the slots that were filled last are freed, until the others have
-        enough. A request that is alone always has. Returns the requests that lost their slots, the
-        one first that had its slot longest.
+        Those that were filled last are freed. A request that is alone always has enough. Returns
+        the requests that lost their slots, the one first that had its slot longest.
         """
         removed: list[Request] = []
         if self.blocks is None or self.chunks.running:
             return removed
         while self._missing_blocks(1) > self.blocks.unused(self.free):
-            slot = self.blocks.newest([x for x, other in enumerate(self.slots) if other])
+            slot = self.blocks.newest(
+                {x for x, other in enumerate(self.slots) if other is not None}
+            )
             request = self.slots[slot]
             assert request is not None
             removed.insert(0, request)
@@ -165,7 +166,9 @@ class Runner:
         """Reserve blocks for ``requests``, which are `fitting`, before they fill ``slots``."""
         if self.blocks is None:
             return
-        idle = [slot for slot in self.free if slot not in slots]
+        idle = {*self.free} - {*slots}
+        for slot in slots:
+            self.blocks.release(slot)
         for slot, request in zip(slots, requests, strict=True):
             self.blocks.fill(slot, self._positions(request, 1), idle)
         self.state = self.blocks.placed(self.state)
@@ -200,8 +203,9 @@ class Runner:
         """Reserve the blocks of the next chunk, of which there are enough."""
         if self.blocks is None:
             return
+        idle = set(self.free)
         for slot, positions in self._growing(len(self.chunks.running) + 1).items():
-            self.blocks.reserve(slot, positions, self.free)
+            self.blocks.reserve(slot, positions, idle)
         self.state = self.blocks.placed(self.state)
 
     def remove(self, request: Request) -> None:

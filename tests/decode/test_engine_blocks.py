@@ -254,6 +254,21 @@ def test_a_request_that_ends_in_a_running_chunk_needs_no_more_blocks(engine, mon
     assert runner._growing(2) == {1: 100 + 2 * 4}
 
 
+def test_requests_that_fill_slots_together_may_take_the_blocks_of_each_other(engine, behind):
+    """One has four of five blocks; two requests of two blocks each fit."""
+    runner = engine._runner
+    for slot in range(3):
+        runner.blocks.release(slot)
+    runner.blocks.fill(1, 4 * BLOCK, ())
+    runner.blocks.fill(2, 1, ())
+    prompt = np.zeros(BLOCK, np.int32)
+    two = [Request(prompt, SamplingParams(max_new_tokens=9, seed=0), (), None) for _ in range(2)]
+    assert runner.fitting([*two, two[0]]) == 2
+    runner.reserve([0, 1], two)
+    assert (runner.blocks._table >= 0).sum(axis=1).tolist() == [2, 2, 1]
+    held(engine)
+
+
 # --- the host's side ------------------------------------------------------------------------------
 
 
