@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jspec.config import SamplingParams, shown, whole_number
+from jspec.decode.blocks import check_blocks
 from jspec.decode.checks import agreed_params, check_requests
 from jspec.decode.draft import NgramDraft, NoDraft
 from jspec.decode.engine import OnUpdate, check_on_update
-from jspec.decode.engine_pool import EnginePool
+from jspec.decode.engine_pool import LEAST_ROOM, EnginePool
 from jspec.decode.logprobs import Logprobs, TokenScores
 from jspec.decode.options import DecodeOptions, ResolvedOptions, check_names
 from jspec.decode.request import Request
@@ -90,6 +91,8 @@ class LLM:
         chat_template: the template of `chat`, or its source; None loads that of the directory or
             file.
         batch: prompts decoded at a time, where there are several.
+        cache_blocks: blocks of 128 positions that these share, as in `Engine`; None: each has
+            memory for the longest one.
         **options: the drafter, gamma and other options of decoding: `DecodeOptions`.
 
     Raises:
@@ -104,6 +107,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         chat_template: ChatTemplate | str | None = None,
         batch: int = 8,
+        cache_blocks: int | None = None,
         **options: Unpack[DecodeOptions],
     ):
         if (whole_number(batch) or 0) < 1:
@@ -139,7 +143,9 @@ class LLM:
         # What a drafter makes of the model is made once.
         self._resolved = ResolvedOptions.of(model, options)
         self._options: DecodeOptions = {**options, "draft_model": self._models.draft}
-        self._engines = EnginePool(model, self._options)
+        if cache_blocks is not None:
+            check_blocks(self._resolved, cache_blocks, LEAST_ROOM)
+        self._engines = EnginePool(model, self._options, cache_blocks)
 
     @property
     def _models(self) -> Models:

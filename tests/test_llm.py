@@ -143,6 +143,21 @@ def test_fewer_prompts_share_the_engine_of_more(short_bundled):
     assert engines_after(8, 8) == {2: 640, 1: 512, 8: 512}
 
 
+def test_prompts_share_blocks(short_bundled, llm):
+    """Five of up to 512 positions each in eight blocks; alone, the slots would have 32."""
+    settings = {"tokenizer": llm.tokenizer, "draft": None}
+    with pytest.raises(ValueError, match="cache_blocks=3 of 128 positions must be at least 4"):
+        jspec.LLM(short_bundled, **settings, cache_blocks=3)
+    other = jspec.LLM(short_bundled, **settings, cache_blocks=8)
+    prompts = [CODE[: 40 + i] for i in range(5)]
+    params = [jspec.SamplingParams(max_new_tokens=n) for n in (12, 3, 130, 1, 12)]
+    whole = llm.generate(prompts, params)
+    assert [x.tokens for x in other.generate(prompts, params)] == [x.tokens for x in whole]
+    assert other._engines.engines[8].cache_blocks == 8
+    other.generate(CODE, SHORT)
+    assert other._engines.engines[1].cache_blocks is None
+
+
 @pytest.mark.exhaustive
 def test_a_longer_request_gets_more_room(short_bundled, llm):
     other = jspec.LLM(short_bundled, tokenizer=llm.tokenizer, draft=None)

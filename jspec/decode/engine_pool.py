@@ -26,15 +26,16 @@ class EnginePool:
 
     Several requests share an engine that has as many slots or more. One request gets an engine of
     one slot, as idle slots cost a CPU time. Threads may share a pool: an engine is for one of them
-    at a time.
+    at a time. The slots of an engine share ``cache_blocks`` blocks, where it has several.
 
     Attributes:
         engines: by their slots.
     """
 
-    def __init__(self, model: Model, options: DecodeOptions):
+    def __init__(self, model: Model, options: DecodeOptions, cache_blocks: int | None = None):
         self.engines: dict[int, Engine] = {}
         self._model, self._options = model, options
+        self._cache_blocks = cache_blocks
         self._lock = threading.RLock()
 
     def submit(
@@ -132,6 +133,7 @@ class EnginePool:
             slots=slots,
             capacity=capacity,
             stop_tokens=max(STOP_TOKENS, power_of_two(stops)),
+            cache_blocks=self._cache_blocks if slots > 1 else None,
             **recorded(asked),
             **options,
         )
