@@ -185,8 +185,9 @@ def _repeats(rule: Rule, following: Rule) -> bool:
 
 
 def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Point]:
-    """The points at which backends of an operation ran, without the backend `exact`."""
-    names, points = set(operation.backends) - {"exact"}, []
+    """The points at which backends of an operation ran, without exact backends."""
+    names = {name for name in operation.backends if not name.startswith("exact")}
+    points = []
     of_backends = [row for row in rows if row["name"] in names]
     for rows_of_point in by_case(of_backends, operation.name):
         medians = _medians(rows_of_point)

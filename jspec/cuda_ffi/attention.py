@@ -22,6 +22,9 @@ MAX_ROWS = 128  # T * G: query rows of a KV head
 MAX_TOKENS = 32  # T
 MAX_PARTS = 128  # into which the slots of a KV head are split
 BLOCK = 128  # keys that a part has at least
+# Query rows of a KV head, by channels, up to which a row's sums have one order: with more of 128
+# channels, a warpgroup has both halves of a block of keys.
+EXACT_ROWS = {64: MAX_ROWS, 128: 64}
 
 # How long after the mean program the last one ends, in parts, as lengths of rows differ.
 SPREAD = 0.2
@@ -58,12 +61,70 @@ def scored_attention_cuda(
     return out, lse, scores
 
 
-def _launch(target: str, *arrays: Array, scale: float) -> tuple[Array, ...]:
+def exact_attention_cuda(
+    q: Array, k: Array, v: Array, positions: Array, *, scale: float, **_settings: Any
+) -> tuple[Array, Array]:
+    """As `attention_cuda`, with bits of a row that follow from that row alone.
+
+    The keys of a head are split by the number of heads, and the tokens of a pass do not change the
+    order of a row's sums: as many as share a tile go together.
+    """
+    arrays = q, k, v, positions
+    pieces = [
+        _launch("attention", *piece, scale=scale, parts=_exact_parts(k))[:2]
+        for piece in _pieces(*arrays)
+    ]
+    out, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True))
+    return out, lse
+
+
+def exact_scored_attention_cuda(
+    q: Array, k: Array, v: Array, positions: Array, probe: Array, *, scale: float, **settings: Any
+) -> tuple[Array, Array, Array]:
+    """As `scored_attention_cuda`, with bits of a row that follow from that row alone."""
+    first, *others = _pieces(q, k, v, positions)
+    parts = _exact_parts(k)
+    out, lse, _, _, scores = _launch("scored_attention", *first, probe, scale=scale, parts=parts)
+    for piece in others:
+        more = exact_attention_cuda(*piece, scale=scale)
+        out, lse = (jnp.concatenate(pair, axis=1) for pair in zip((out, lse), more, strict=True))
+    return out, lse, scores
+
+
+def _exact_parts(k: Array) -> int:
+    """Into how many parts an exact attention splits the keys of a head.
+
+    The part of a key follows from its position and the heads. In a cache that has keys for fewer
+    parts, the merge would add nothing for the others.
+    """
+    slots, kv_heads, size = k.shape[1:]
+    if slots % 8:
+        raise ValueError(
+            f"capacity={slots} is not a multiple of 8, as exact attention needs it on this GPU; "
+            "round it up"
+        )
+    sizes = {"kv_heads": kv_heads, "channels": size}
+    programs = tuned.block("exact_attention", "cuda", sizes)["programs"]
+    return min(max(programs // kv_heads, 1), MAX_PARTS, -(-slots // BLOCK))
+
+
+def _pieces(q: Array, k: Array, v: Array, positions: Array) -> list[tuple[Array, ...]]:
+    """The arguments, with as many tokens at a time as share a tile with a probe."""
+    tokens, group = q.shape[1], q.shape[2] // k.shape[2]
+    size = min((EXACT_ROWS[q.shape[3]] - 1) // group, MAX_TOKENS)
+    cuts = (slice(begin, begin + size) for begin in range(0, tokens, size))
+    return [(q[:, cut], k, v, positions[:, cut]) for cut in cuts]
+
+
+def _launch(
+    target: str, *arrays: Array, scale: float, parts: int | None = None
+) -> tuple[Array, ...]:
+    """``parts``: None for as many as take the least time."""
     q, k = arrays[:2]
     (batch, tokens, heads, size), (slots, kv_heads) = q.shape, k.shape[1:3]
-    parts = number_of_parts(
-        batch * kv_heads, slots, **tuned.block(target, "cuda", attention_sizes(q, k))
-    )
+    if parts is None:
+        sizes = tuned.block(target, "cuda", attention_sizes(q, k))
+        parts = number_of_parts(batch * kv_heads, slots, **sizes)
     lead = (batch, kv_heads, parts, tokens * heads // kv_heads)
     shapes = [q.shape[:3], (*lead, size), (*lead, 2)]
     if target == "scored_attention":
@@ -157,5 +218,24 @@ def _supports(
     return library.refusal("attention")
 
 
+def _supports_exact(q, k, v, positions, *probe, **settings) -> str | None:
+    """As `_supports`, but of one token of a row in a small cache, with or without a probe.
+
+    So that passes of every length and batch, with a probe and without, take the same kernel.
+    """
+
+    def small(x, *lead: int):
+        return None if x is None else jax.ShapeDtypeStruct((*lead, *x.shape[2:]), x.dtype)
+
+    if reason := _supports(small(q, 1, 1), small(k, 1, 8), small(v, 1, 8), positions, **settings):
+        return reason
+    group, limit = q.shape[2] // k.shape[2], EXACT_ROWS[q.shape[3]]
+    if group >= limit:
+        return f"{group} query rows a head and a probe are over {limit}"
+    return None
+
+
 ATTENTION = Backend("cuda", attention_cuda, _supports)
 SCORED = Backend("cuda", scored_attention_cuda, _supports)
+EXACT = Backend("cuda", exact_attention_cuda, _supports_exact)
+EXACT_SCORED = Backend("cuda", exact_scored_attention_cuda, _supports_exact)

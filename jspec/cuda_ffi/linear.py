@@ -24,7 +24,8 @@ from jspec.typing import Array
 GROUP, INT8_GROUP = 32, 16  # the inputs are a multiple of it
 MAX_ROWS, MAX_INPUTS = 24, 2**20
 SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
-# At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS.
+# At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS,
+# and of an exact matmul.
 TILE_ROWS, TILE_INPUTS = 128, 2**15
 
 
@@ -38,18 +39,21 @@ def linear_cuda(
     gated: bool,
     transposed: bool,
     dtype: np.dtype,
+    exact: bool = False,
 ) -> Array:
-    """The CUDA backend of `jspec.ops.linear.linear`, with None for what is left out."""
+    """The CUDA backend of `jspec.ops.linear.linear`, with None for what is left out.
+
+    ``exact``: whether a row's bits follow from that row alone.
+    """
     settings = {"gated": gated, "transposed": transposed, "dtype": dtype}
+    launch = functools.partial(_launch, **settings, exact=exact)
     if isinstance(kernel, Quantized | MXFP4):  # not differentiable
-        return _launch(x, kernel, bias, norm, add, **settings)
-    run = differentiated_as(
-        functools.partial(linear_xla, **settings), functools.partial(_launch, **settings)
-    )
+        return launch(x, kernel, bias, norm, add)
+    run = differentiated_as(functools.partial(linear_xla, **settings), launch)
     return run(x, kernel, bias, norm, add)
 
 
-def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
+def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, exact) -> Array:
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     outputs = outputs[1:] if gated else outputs
     (y,) = library.call(
@@ -63,6 +67,7 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype) -> Array:
         added=np.bool_(add is not None),
         gated=np.bool_(gated),
         transposed=np.bool_(transposed or isinstance(kernel, Quantized | MXFP4)),
+        exact=np.bool_(exact),
         eps=np.float32(0 if norm is None else norm.eps),
     )
     return y
@@ -85,8 +90,13 @@ def refuses(
     gated: bool,
     transposed: bool,
     dtype: np.dtype,
+    exact: bool = False,
 ) -> str | None:
-    """Why the kernel cannot take these arguments, or None."""
+    """Why the kernel cannot take these arguments, or None.
+
+    ``exact``: as `linear_cuda` takes it; then no reason is one of the rows, so that no number of
+    them changes the kernel.
+    """
     is_quantized = isinstance(kernel, Quantized | MXFP4)
     if isinstance(kernel, Quantized) and kernel.dtype != jnp.int8:
         return f"its weights are {kernel.dtype}"
@@ -95,14 +105,18 @@ def refuses(
     rows, inputs = math.prod(x.shape[:-1]), x.shape[-1]
     columns = math.prod(kernel.shape) // max(inputs, 1)
     max_rows = MAX_ROWS if transposed or is_quantized else TILE_ROWS
-    if not 1 <= rows <= max_rows:
+    if exact:
+        if transposed or is_quantized:
+            return "an exact matmul takes weights of 16 bits that are not transposed"
+    elif not 1 <= rows <= max_rows:
         return f"it takes 1 to {max_rows} rows, and there are {rows}"
     gpu = gpu_in_use()
-    if rows > MAX_ROWS and gpu is not None and gpu[1] != (9, 0):
+    if (exact or rows > MAX_ROWS) and gpu is not None and gpu[1] != (9, 0):
         capability = ".".join(map(str, gpu[1]))
-        return f"{rows} rows need compute capability 9.0, and {gpu[0]} has {capability}"
+        what = "exact matmuls" if exact else f"{rows} rows"
+        return f"{what} need compute capability 9.0, and {gpu[0]} has {capability}"
     group = {4: BLOCK, 8: INT8_GROUP}.get(weight_bits(kernel), GROUP)
-    max_inputs = MAX_INPUTS if rows <= MAX_ROWS else TILE_INPUTS
+    max_inputs = TILE_INPUTS if exact or rows > MAX_ROWS else MAX_INPUTS
     if not 1 <= inputs <= max_inputs or inputs % group:
         return f"{inputs} inputs are no multiple of {group} up to {max_inputs}"
     if not (transposed or is_quantized) and (not columns or columns % (16 if gated else 8)):
@@ -128,23 +142,26 @@ def _supports(*args, **settings) -> str | None:
 
 
 def linear_chain_cuda(
-    x: Array, ops: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+    x: Array,
+    ops: Sequence[Arrays],
+    *,
+    added: Sequence[int | None],
+    gated: Sequence[bool],
+    exact: bool = False,
 ) -> tuple[Array, ...]:
     """The CUDA backend of `jspec.ops.linear_chain.linear_chain`.
 
     ``ops``: the arrays of each; ``added``: the index of the earlier op whose result it adds, or
-    None; ``gated``: whether it is gated.
+    None; ``gated``: whether it is gated; ``exact``: as `linear_cuda` takes it.
     """
     settings = {"added": tuple(added), "gated": tuple(gated)}
+    launch = functools.partial(_launch_chain, **settings, exact=exact)
     if isinstance(ops[0][0], Quantized | MXFP4):  # not differentiable
-        return _launch_chain(x, ops, **settings)
-    run = differentiated_as(
-        functools.partial(one_by_one, **settings), functools.partial(_launch_chain, **settings)
-    )
-    return run(x, ops)
+        return launch(x, ops)
+    return differentiated_as(functools.partial(one_by_one, **settings), launch)(x, ops)
 
 
-def _launch_chain(x, ops, *, added, gated) -> tuple[Array, ...]:
+def _launch_chain(x, ops, *, added, gated, exact) -> tuple[Array, ...]:
     _, *results = chain_shapes(x, ops, added=added, gated=gated)
 
     def each(values, dtype: type[np.generic] = np.int32):
@@ -156,6 +173,7 @@ def _launch_chain(x, ops, *, added, gated) -> tuple[Array, ...]:
         *(x, *(one for op in ops for one in _arguments(x, *op))),
         vmap_method="sequential",
         bits=np.int32(weight_bits(ops[0][0])),
+        exact=np.bool_(exact),
         biased=each(bias is not None for _, bias, _, _ in ops),
         normed=each(norm is not None for _, _, norm, _ in ops),
         added=each(
@@ -189,3 +207,8 @@ def _supports_chain(*args, **settings) -> str | None:
 
 LINEAR = Backend("cuda", linear_cuda, _supports)
 LINEAR_CHAIN = Backend("cuda", linear_chain_cuda, _supports_chain)
+EXACT = Backend(
+    "cuda",
+    functools.partial(linear_cuda, exact=True),
+    functools.partial(_supports, exact=True),
+)

@@ -19,13 +19,19 @@ from jspec.policies.policy import check_policy, needs_params
 # With ``exact``, the backends of all passes of the target, by which every drafter stores the same
 # keys, and those of its batch-invariant passes.
 EXACT_APPENDS = Backends(rotate_and_append="triton", rotate_append_encode="exact")
-EXACT_BACKENDS = Backends(
-    linear="exact",
-    linear_chain="one_by_one",
-    attention="exact",
-    scored_attention="exact",
-    **EXACT_APPENDS,
-)
+EXACT_BACKENDS: dict[Exact, Backends] = {
+    "tokens": Backends(
+        dict.fromkeys(("linear", "linear_chain", "attention", "scored_attention"), "exact_decode"),
+        **EXACT_APPENDS,
+    ),
+    "bits": Backends(
+        linear="exact",
+        linear_chain="one_by_one",
+        attention="exact",
+        scored_attention="exact",
+        **EXACT_APPENDS,
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +103,7 @@ class StepConfig:
                 f'target={shown(self.target)} selects what the model reads; exact="{self.exact}" '
                 "needs target=Dense()"
             )
-        named = set(self.backends) & set(EXACT_BACKENDS)
+        named = set(self.backends) & set(EXACT_BACKENDS[self.exact])
         if named:
             raise ValueError(
                 f'exact="{self.exact}" chooses the backends of {", ".join(sorted(named))}; leave '
@@ -135,7 +141,7 @@ class StepConfig:
     @property
     def of_verification(self) -> Backends:
         """The backends of the target's passes in steps: verification and plain ones."""
-        return Backends(self.backends) | (EXACT_BACKENDS if self.exact else {})
+        return Backends(self.backends) | (EXACT_BACKENDS[self.exact] if self.exact else {})
 
     def of_target(self) -> AbstractContextManager[None]:
         """As `of_models`, for the target's passes in steps."""

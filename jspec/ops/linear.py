@@ -213,6 +213,7 @@ LINEAR = Operation(
         "cuda": "jspec.cuda_ffi.linear:LINEAR",
         "triton": "jspec.triton.linear:LINEAR",
         "exact": "jspec.triton.linear:EXACT",
+        "exact_decode": "jspec.ops.exact:LINEAR_BACKEND",
     },
     linear_sizes,
     _cases,

@@ -88,7 +88,7 @@ def chain_shapes(
     return shapes
 
 
-def _run_chain(
+def run_chain(
     matmul: Callable[..., Array],
     x: Array,
     ops: Sequence[Arrays],
@@ -117,8 +117,8 @@ def _linear_xla(x, kernel, bias, norm, add, *, gated) -> Array:
     return linear_xla(x, kernel, bias, norm, add, gated=gated, transposed=False, dtype=x.dtype)
 
 
-one_by_one = functools.partial(_run_chain, _linear)
-chain_xla = functools.partial(_run_chain, _linear_xla)
+one_by_one = functools.partial(run_chain, _linear)
+chain_xla = functools.partial(run_chain, _linear_xla)
 
 
 def chain_sizes(x: Array, ops: Sequence[Arrays], **static: Any) -> dict[str, int]:
@@ -181,6 +181,7 @@ LINEAR_CHAIN = Operation(
         "xla": Backend("xla", chain_xla, always),
         "one_by_one": Backend("one_by_one", one_by_one, always, composite=True),
         "cuda": "jspec.cuda_ffi.linear:LINEAR_CHAIN",
+        "exact_decode": "jspec.ops.exact:CHAIN_BACKEND",
     },
     chain_sizes,
     _cases,

@@ -1,5 +1,6 @@
 """Attention of many query rows: the CUDA kernel on a GPU or emulated, its counterpart on a CPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspec import tuned
 from jspec.cuda_ffi import attention as kernels
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.attention import ATTENTION, SCORED, attention_cuda, scored_attention_cuda
@@ -146,6 +148,85 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_capacity(case, kernel, m
         for one, every, in_more in zip(alone, together, longer, strict=True):
             np.testing.assert_array_equal(one[0], every[row])
             np.testing.assert_array_equal(one[0], in_more[row])
+
+
+# Of 64 channels, in one tile and in two; of 128, also of 8 bits, with more rows than a tile.
+EXACT = [
+    Case("exact-64", 20, 640, (640, 257), heads=10, kv_heads=2, **HALF),
+    Case("exact-128", 18, 640, (640, 257, 18), padded=(0, 4, 0), heads=8, kv_heads=2, **WHOLE),
+    Case("exact-8-bits", 5, 1000, (1000, 129), heads=8, kv_heads=2, **WHOLE, **EIGHT_BITS),
+]
+
+
+class TwoParts:
+    """Block sizes with which the heads of `EXACT` have two parts, of several blocks each."""
+
+    def block(self, operation, backend, sizes):
+        assert (operation, backend) == ("exact_attention", "cuda")
+        return {"programs": 2 * sizes["kv_heads"]}
+
+
+@by_name([EXACT[0], *(pytest.param(case, marks=pytest.mark.slow) for case in EXACT[1:])])
+def test_a_token_of_an_exact_attention_has_the_bits_of_any_pass(case, kernel):
+    """Alone, with any others, in another batch, in a larger cache and where keys are scored."""
+    x = inputs(case, junk=np.nan)
+    operands, _ = arrays(x, case)
+    q, k, v, positions, probe = operands
+
+    def run(*arrays, backend=kernels.EXACT):
+        if reason := backend.supports(*arrays, **settings(case)):
+            pytest.skip(reason)
+        with tuned.use_blocks(TwoParts()):
+            got = jax.jit(functools.partial(backend.run, **settings(case)))(*arrays)
+        return [np.asarray(a, np.float32) for a in got]
+
+    every = run(q, k, v, positions)
+    expected_out, expected_lse = brute_force(x, **case.settings)
+    np.testing.assert_allclose(every[0], expected_out, atol=1e-2, rtol=2**-8)
+    np.testing.assert_allclose(every[1], expected_lse, rtol=1e-5, atol=1e-5)
+    more = [jnp.pad(a, ((0, 0), (0, 4000), (0, 0), (0, 0))) for a in (k, v)]
+    for first, count in ((0, 1), (2, case.tokens - 2)):
+        some = slice(first, first + count)
+        part = q[:, some], k, v, positions[:, some]
+        passes = [run(*part), run(part[0], *more, part[3])]
+        *scored, scores = run(*part, probe, backend=kernels.EXACT_SCORED)
+        passes.append(scored)
+        for got in passes:
+            for mine, want in zip(got, every, strict=True):
+                np.testing.assert_array_equal(mine, want[:, some])
+        one = run(*(a[1:2] for a in part))
+        for mine, want in zip(one, every, strict=True):
+            np.testing.assert_array_equal(mine, want[1:2, some])
+        read = read_by_some(dataclasses.replace(x, positions=x.positions[:, some]), case)
+        expected = np.einsum("bkh,bskh->bks", *(np.asarray(a, np.float64) for a in (probe, x.k)))
+        at = np.broadcast_to(read[:, None], expected.shape)
+        expected = expected[at] * settings(case)["scale"]
+        np.testing.assert_allclose(scores[at], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_exact_attention_names_a_capacity_that_its_kernel_cannot_read():
+    case = dataclasses.replace(EXACT[1], slots=641)
+    operands, _ = arrays(inputs(case, junk=0.0), case)
+    if reason := kernels.EXACT.supports(*operands[:4], **settings(case)):
+        pytest.skip(reason)
+    with pytest.raises(ValueError, match=r"capacity=641 is not a multiple of 8, .*; round it up"):
+        kernels.EXACT.run(*operands[:4], **settings(case))
+
+
+@pytest.mark.parametrize(
+    ("group", "reason"), [(63, None), (64, "64 query rows a head and a probe")]
+)
+def test_no_pass_changes_the_kernel_of_an_exact_attention(group, reason):
+    """Nor its cache: what a row alone may not take, no pass does, scored or not."""
+    answers = set()
+    for batch, tokens, slots, scored in ((1, 1, 8, False), (512, 17, 641, False), (8, 2, 64, True)):
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+        q, k = shape((batch, tokens, group, 128)), shape((batch, slots, 1, 128))
+        probe = [shape((batch, 1, 128))] if scored else []
+        positions = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
+        answers.add(kernels.EXACT.supports(q, k, k, positions, *probe, **settings(EXACT[1])))
+    (answer,) = answers
+    assert answer is reason is None or reason in str(answer) or "compiler" in str(answer)
 
 
 def test_parts_leave_no_program_idle_and_are_not_short():

@@ -114,7 +114,7 @@ WORDS = workspace_words(130, 512, Cut(256, 256))
 ROWS = [((B,), jnp.int32)] * 2
 SELECT = {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("highest", 128))}
 HASH = [((B, 1, 4, 2), jnp.uint32), ((B, 256, 1, 2), jnp.uint32), *ROWS]
-OPTIONS = ("biased", "normed", "added", "gated", "transposed")
+OPTIONS = ("biased", "normed", "added", "gated", "transposed")  # and not exact
 GROUPED_OPTIONS = ("biased", "takes", "puts", "normed", "weighted", "gated", "clamped")
 HASH_CUT = hashed.HashCut(256, 2)
 HASH_WORDS = hashed.workspace_words(256, 256, HASH_CUT)
@@ -159,7 +159,8 @@ CALLS = {
             *(((*shape,), jnp.bfloat16) for shape in ((2, 40), (64,), (B, 40))),
         ],
         [((B, 40), jnp.float32)],
-        dict.fromkeys(OPTIONS, np.bool_(True)) | {"bits": np.int32(8), "eps": np.float32(1e-6)},
+        dict.fromkeys(OPTIONS, np.bool_(True))
+        | {"exact": np.bool_(False), "bits": np.int32(8), "eps": np.float32(1e-6)},
         None,
     ),
     "grouped_linear": (
@@ -181,7 +182,7 @@ CALLS = {
         [((B, 40), jnp.bfloat16)],
         {name: np.ones(1, np.int32) for name in ("biased", "normed", "gated")}
         | {"added": np.full(1, -1, np.int32), "eps": np.ones(1, np.float32)}
-        | {"bits": np.int32(8)},
+        | {"bits": np.int32(8), "exact": np.bool_(False)},
         None,
     ),
     "select": (

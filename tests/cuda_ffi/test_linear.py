@@ -69,11 +69,11 @@ def kernel(request, monkeypatch):
         monkeypatch.setattr(library, "call", request.getfixturevalue("emulator"))
 
 
-def run_or_skip(arrays, settings):
+def run_or_skip(arrays, settings, *, exact=False):
     if reason := library.refusal("linear"):
         pytest.skip(reason)
-    assert refuses(*arrays, **settings) is None
-    return jax.jit(lambda *arrays: linear_cuda(*arrays, **settings))(*arrays)
+    assert refuses(*arrays, **settings, exact=exact) is None
+    return jax.jit(lambda *arrays: linear_cuda(*arrays, **settings, exact=exact))(*arrays)
 
 
 def assert_equals_the_definition(*case):
@@ -98,6 +98,27 @@ def test_equals_the_definition(case):
 @pytest.mark.parametrize("case", TILES)
 def test_tiles_equal_the_definition(case, kernel):
     assert_equals_the_definition(*TILES[case])
+
+
+def rows_of(arrays, rows: slice):
+    """The arguments for some rows alone."""
+    x, kernel, bias, norm, add = arrays
+    return x[rows], kernel, bias, norm, None if add is None else add[rows]
+
+
+@pytest.mark.parametrize("case", TILES)
+def test_a_row_of_an_exact_matmul_is_that_row_alone(case, kernel):
+    """Alone, among few, at other places of a tile, and with more rows than another kernel takes."""
+    arrays, settings = arguments(130, *TILES[case][1:])
+    settings["dtype"] = jnp.dtype("float32")  # whose bits follow from the order of sums
+    every = run_or_skip(arrays, settings, exact=True)
+    np.testing.assert_allclose(
+        np.asarray(every, np.float64), in_double(arrays, settings), rtol=3e-2, atol=3e-2
+    )
+    for first, count in ((0, 1), (0, 3), (37, 1), (95, 35), (29, 8), (0, 64)):
+        rows = slice(first, first + count)
+        alone = run_or_skip(rows_of(arrays, rows), settings, exact=True)
+        np.testing.assert_array_equal(alone, every[rows])
 
 
 @pytest.mark.slow
@@ -154,11 +175,10 @@ def test_every_scale_of_a_block_is_exact(scales, power):
 )
 def test_a_row_alone_is_the_row_among_others(case):
     arrays, settings = arguments(*CASES[case])
-    (x, kernel, bias, norm, add), every = arrays, run_or_skip(arrays, settings)
-    for row in (0, x.shape[0] - 1):
+    every = run_or_skip(arrays, settings)
+    for row in (0, len(every) - 1):
         one = slice(row, row + 1)
-        alone = (x[one], kernel, bias, norm, None if add is None else add[one])
-        np.testing.assert_array_equal(run_or_skip(alone, settings), every[one])
+        np.testing.assert_array_equal(run_or_skip(rows_of(arrays, one), settings), every[one])
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ EVERY |= {"vegas": GUIDED, "quest": jspec.named_draft("quest:budget=64")}
 def on_a_cpu(monkeypatch):
     """As if the CPU's backends were those of exact decoding, and passes of 2 tokens few."""
     monkeypatch.setattr(checks, "refuses_triton", lambda: None)
-    for name in ("EXACT_APPENDS", "EXACT_BACKENDS"):
-        monkeypatch.setattr(settings, name, Backends())
+    monkeypatch.setattr(settings, "EXACT_APPENDS", Backends())
+    monkeypatch.setitem(settings.EXACT_BACKENDS, "tokens", Backends())
     for module in (prefill, slot_prefill):
         monkeypatch.setattr(module, "BUSY", 2)
 
@@ -79,8 +79,10 @@ def assert_equal(got: list[np.ndarray], want: list[np.ndarray]) -> None:
 def test_only_the_appends_of_a_prefill_are_exact():
     config = StepConfig(backends=Backends(sample="xla"), exact="tokens")
     assert config.of_prefill == Backends({**EXACT_APPENDS, "sample": "xla"})
-    bits = StepConfig(backends=Backends(sample="xla"), exact="bits")
-    assert config.of_verification == bits.of_verification
+    decoding = {"linear", "linear_chain", "attention", "scored_attention"}
+    exact = {*EXACT_APPENDS, *decoding}
+    assert set(config.of_verification) == {*exact, "sample"}
+    assert {config.of_verification[name] for name in decoding} == {"exact_decode"}
 
 
 def test_scores_are_of_a_prefill_and_need_its_bits(tiny):

@@ -6,9 +6,11 @@ import pytest
 
 from jspec import tuned
 from jspec.ops import operations
+from jspec.ops.exact import EXACT_ATTENTION, EXACT_LINEAR
 from jspec.tuned import Rule
 
 OPERATIONS = {operation.name: operation for operation in operations()}
+TABLED = OPERATIONS | {x.name: x for x in (EXACT_LINEAR, EXACT_ATTENTION)}
 over_tables = pytest.mark.parametrize("table", tuned.tables().values(), ids=tuned.tables())
 over_operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
@@ -29,11 +31,11 @@ def kinds(operation) -> tuple[set[str], set[str]]:
 
 @over_tables
 def test_every_order_is_of_an_operation(table):
-    assert set(table.orders) <= set(OPERATIONS)
+    assert set(table.orders) <= set(TABLED)
 
 
 @over_tables
-@over_operations
+@pytest.mark.parametrize("operation", TABLED.values(), ids=TABLED)
 def test_every_order_names_backends_by_sizes_that_there_are(operation, table):
     for rule in table.orders.get(operation.name, ()):
         assert set(rule.take) <= set(operation.backends)
@@ -54,7 +56,7 @@ def test_the_last_choice_never_refuses(operation, table):
 def test_blocks_are_of_backends_that_there_are(table):
     for name, of in table.blocks.items():
         # Of the exchange of a mesh, which is no operation, the number of chunks.
-        backends, known = ({"helix"}, {"rows"}) if name == "exchange" else kinds(OPERATIONS[name])
+        backends, known = ({"helix"}, {"rows"}) if name == "exchange" else kinds(TABLED[name])
         assert set(of) <= backends
         for rules in of.values():
             assert all(set(rule.up_to) <= known for rule in rules)

@@ -311,6 +311,7 @@ ATTENTION = Operation(
         "pallas": "jspec.pallas.attention:ATTENTION",
         "triton": "jspec.triton.attention:ATTENTION",
         "exact": "jspec.triton.attention:EXACT",
+        "exact_decode": "jspec.ops.exact:ATTENTION_BACKEND",
         "cuda": "jspec.cuda_ffi.attention:ATTENTION",
     },
     attention_sizes,

@@ -120,6 +120,7 @@ SCORED = Operation(
         "xla": Backend("xla", _xla, always),
         "triton": "jspec.triton.attention:SCORED",
         "exact": "jspec.triton.attention:EXACT_SCORED",
+        "exact_decode": "jspec.ops.exact:SCORED_BACKEND",
         "pallas": "jspec.pallas.attention:SCORED",
         "cuda": "jspec.cuda_ffi.attention:SCORED",
     },

@@ -291,6 +291,7 @@ template <typename T>
 T __ldg(const T* from) { return *from; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 template <typename T>
 T atomicAdd(T* to, int value) { return *to += value, *to - value; }
 inline float __uint_as_float(unsigned bits) {

@@ -188,7 +188,7 @@ __device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, 
           for (int j = 0; j < kRows; ++j) {
             const float top = fmaxf(softmax.top[j], their_top[j]);
             share[j] = exp2_fast(softmax.top[j] - top), other[j] = exp2_fast(their_top[j] - top);
-            softmax.sum[j] = softmax.sum[j] * share[j] + their_sum[j] * other[j];
+            softmax.sum[j] = fmaf(softmax.sum[j], share[j], __fmul_rn(their_sum[j], other[j]));
             softmax.top[j] = top;
           }
         }
@@ -198,7 +198,8 @@ __device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, 
           const float their[4] = {theirs.x, theirs.y, theirs.z, theirs.w};
 #pragma unroll
           for (int j = 0; j < 2 * kRows; ++j) {
-            sums[4 * c + j] = sums[4 * c + j] * share[j / 2] + their[j] * other[j / 2];
+            sums[4 * c + j] =
+                fmaf(sums[4 * c + j], share[j / 2], __fmul_rn(their[j], other[j / 2]));
           }
         }
       }

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __grid_co
           m.partial_out)[(first + int64_t(start + i) * rows) * kLanes + lane];
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
-        if (share > 0) sums.of[c] += share * x.of[c];
+        if (share > 0) sums.of[c] = fmaf(share, x.of[c], sums.of[c]);
       }
     }
   }

@@ -17,7 +17,8 @@ constexpr float kLowest = -1e30f;  // below all scores, and finite: differences 
 constexpr float kSlack = 8.0f;
 constexpr int kChunk = 64;  // channels whose sums are 32 numbers of a thread
 
-// The running softmax of a thread's rows: two, or one if the other row of the tile is unused.
+// The running softmax of a thread's rows: two, or one if the other row of the tile is unused. Either
+// way a row's arithmetic is the same, to the bit: no compiler may choose what is contracted.
 template <int kRows>
 struct Softmax {
   float top[kRows], sum[kRows], decay[kRows];
@@ -65,13 +66,13 @@ struct Softmax {
     bool grew = false;
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      highest[row] *= unit;
+      highest[row] = __fmul_rn(highest[row], unit);
       const bool grows = highest[row] > top[row] + kSlack;
       const float higher = grows ? highest[row] : top[row];
       decay[row] = exp2_fast(top[row] - higher);
       grew |= grows;
       top[row] = higher;
-      float sums[2] = {sum[row] * decay[row], 0};
+      float sums[2] = {__fmul_rn(sum[row], decay[row]), 0};
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         const float low = exp2_fast(fmaf(scores[4 * i + 2 * row], unit, -higher));

@@ -23,7 +23,9 @@ __device__ float finished(const Linear& linear, const float (&sums)[sides], floa
   float values[sides];
 #pragma unroll
   for (int side = 0; side < sides; ++side) {
-    values[side] = rounded(rounded(sums[side] * root * factors[side]) + shifts[side]);
+    // Not contracted with the sum, whatever surrounds it.
+    const float product = __fmul_rn(__fmul_rn(sums[side], root), factors[side]);
+    values[side] = rounded(rounded(product) + shifts[side]);
   }
   float value = values[0];
   if constexpr (sides == 2) {

@@ -167,7 +167,7 @@ const char* launch_small(const Linear& linear, bool early, Stream stream) {
 }
 
 const char* launch_any(const Linear& linear, bool early, Stream stream) {
-  if (linear.rows > kMostRows) return linear_hopper(linear, early, stream);
+  if (linear.exact || linear.rows > kMostRows) return linear_hopper(linear, early, stream);
   if (is_small(linear)) return launch_small(linear, early, stream);
   return suits_tiles(linear) ? linear_hopper(linear, early, stream)
                              : linear_stream(linear, early, stream);

@@ -15,8 +15,9 @@ constexpr int kGroup = 32, kInt8Group = 16, kMostRows = 24, kMostInputs = 1 << 2
 constexpr int kBlock = 32;  // inputs that share a scale in MXFP4
 // The most of a matmul that has all of its weights on their way at once.
 constexpr int kSmallRows = 16, kSmallInputs = 1024;
-// The most rows of weights of 16 bits that are not transposed, and inputs of more than kMostRows.
-constexpr int kTileRows = 128, kTileInputs = 1 << 15;
+// The most rows of weights of 16 bits that are not transposed, those of an exact matmul, and the
+// most inputs of either and of more than kMostRows.
+constexpr int kTileRows = 128, kExactRows = 1 << 16, kTileInputs = 1 << 15;
 // Up to so many bytes of weights, tiles were measured to be faster for few rows too.
 constexpr int64_t kTileBytes = 24 << 20;
 
@@ -36,6 +37,7 @@ struct Linear {
   bool gated;
   bool transposed;
   bool wide;
+  bool exact;  // the bits of a row depend on that row alone, on Hopper
 };
 
 // Returns what went wrong, or null.

@@ -12,7 +12,7 @@ namespace {
 struct Matmul {
   size_t x, kernel, weight_scale, bias, scale, add, out;
   int32_t bits;
-  bool biased, normed, added, gated, transposed;
+  bool biased, normed, added, gated, transposed, exact;
   float eps;
 
   // Checks the buffers, and fills `linear`.
@@ -30,19 +30,23 @@ struct Matmul {
     for (size_t i = 0; i + 1 < shape.size(); ++i) columns *= shape[transposed ? i : i + 1];
     const int64_t group = bits == 4 ? kBlock : bits == 8 ? kInt8Group : kGroup;
     const bool is_small = rows <= kSmallRows && inputs <= kSmallInputs;
-    const bool fits = quantized    ? transposed
+    const bool fits = exact        ? !quantized && !transposed && columns % (8 * sides) == 0
+                      : quantized  ? transposed
                       : transposed ? !gated && is_small
                                    : columns % (8 * sides) == 0;
-    const int64_t most_rows = quantized || transposed ? kMostRows : kTileRows;
-    const int64_t most_inputs = rows > kMostRows ? kTileInputs : kMostInputs;
+    const int64_t most_rows = exact                     ? kExactRows
+                              : quantized || transposed ? kMostRows
+                                                        : kTileRows;
+    const int64_t most_inputs = exact || rows > kMostRows ? kTileInputs : kMostInputs;
     if (rows < 1 || rows > most_rows || inputs < 1 || inputs > most_inputs || inputs % group ||
         columns < 1 || columns > INT32_MAX / kSmallInputs || columns % sides || !fits) {
       return invalid("x ", buffers[x], ", kernel ", buffers[kernel], ", bits=", bits,
-                     ", gated=", gated, ", transposed=", transposed, " must be 1 to ", most_rows,
+                     ", gated=", gated, ", transposed=", transposed, ", exact=", exact,
+                     " must be 1 to ", most_rows,
                      " rows of inputs, a multiple of ", group, " up to ", most_inputs,
                      ", and columns in eights unless transposed, as those of 4 and 8 bits are; "
                      "others are transposed for up to ", kSmallRows, " rows of ", kSmallInputs,
-                     " inputs, and not gated");
+                     " inputs, and neither gated nor exact");
     }
     const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32, U8 = ffi::DataType::U8;
     const bool wide = buffers[out].element_type() == F32;
@@ -75,7 +79,7 @@ struct Matmul {
                     biased ? values(bias) : nullptr, normed ? values(scale) : nullptr,
                     added ? values(add) : nullptr, buffers.data<void>(out),
                     static_cast<int32_t>(rows), static_cast<int32_t>(inputs),
-                    static_cast<int32_t>(outputs), eps, gated, transposed, wide};
+                    static_cast<int32_t>(outputs), eps, gated, transposed, wide, exact};
     return ffi::Error::Success();
   }
 };
@@ -84,22 +88,22 @@ struct Matmul {
 
 ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
                          int32_t bits, bool biased, bool normed, bool added, bool gated,
-                         bool transposed, float eps) {
+                         bool transposed, bool exact, float eps) {
   ffi::Error error = check_count(arguments, 6, results, 1);
   if (error.failure()) return error;
   const Matmul matmul{0, 1, 2, 3, 4, 5, 6, bits, biased, normed, added, gated,
-                      transposed, eps};
+                      transposed, exact, eps};
   Linear found;
   error = matmul.read(Buffers(arguments, results), found);
   return error.failure() ? error : launched(linear(found, stream));
 }
 
 // x, then the kernel, its scales, bias, the norm's scale and what is added of each matmul; the
-// result of each. `bits` are those of all weights, and each other attribute has a value for each
+// result of each. `bits` and `exact` are those of all, and each other attribute has a value for each
 // matmul; `added`: the number of the result that is added, or of its own argument where that is
 // -1, or nothing where it is -2.
 ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
-                             ffi::RemainingRets results, int32_t bits,
+                             ffi::RemainingRets results, int32_t bits, bool exact,
                              ffi::Span<const int32_t> biased, ffi::Span<const int32_t> normed,
                              ffi::Span<const int32_t> added, ffi::Span<const int32_t> gated,
                              ffi::Span<const float> eps) {
@@ -121,7 +125,7 @@ ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
     const Matmul matmul{i ? first + i - 1 : 0, at, at + 1, at + 2, at + 3,
                         added[i] < 0 ? at + 4 : first + added[i], first + i,
                         bits, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
-                        bits < 16, eps[i]};
+                        bits < 16, exact, eps[i]};
     error = matmul.read(buffers, found[i]);
     if (error.failure()) return error;
   }
@@ -138,12 +142,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear, jspec::multiply_rows,
                                   .Attr<bool>("added")
                                   .Attr<bool>("gated")
                                   .Attr<bool>("transposed")
+                                  .Attr<bool>("exact")
                                   .Attr<float>("eps"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear_chain, jspec::multiply_in_chain,
                               JSPEC_BIND()
                                   .Attr<int32_t>("bits")
+                                  .Attr<bool>("exact")
                                   .Attr<jspec::ffi::Span<const int32_t>>("biased")
                                   .Attr<jspec::ffi::Span<const int32_t>>("normed")
                                   .Attr<jspec::ffi::Span<const int32_t>>("added")

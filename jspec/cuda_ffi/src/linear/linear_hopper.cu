@@ -366,9 +366,11 @@ const char* launch(const Linear& linear, bool early, Stream stream) {
   if (const char* refused = map_of(linear.kernel, columns, inputs, kStep, &kernel)) return refused;
   const int steps = (inputs + kStep - 1) / kStep, processors = multiprocessors();
   dim3 blocks(1, (linear.rows + kRows - 1) / kRows, (linear.outputs + kColumns - 1) / kColumns);
-  // Splitting the inputs pays where it leaves most multiprocessors with one block.
+  // Splitting the inputs pays where it leaves most multiprocessors with one block. Of an exact
+  // matmul, the split is that of one tile of rows: the order of sums may not follow from the rows.
   const int tiles = blocks.y * blocks.z, most_blocks = processors + processors / 2;
-  if (tiles * kMostCluster <= most_blocks) blocks.x = std::min(steps, kMostCluster);
+  const int split_tiles = linear.exact ? blocks.z : tiles;
+  if (split_tiles * kMostCluster <= most_blocks) blocks.x = std::min(steps, kMostCluster);
   const int cluster = blocks.x, most_steps = (steps + cluster - 1) / cluster;
   Shares shares{cluster, steps / cluster, steps % cluster, kEights / cluster, kEights % cluster};
   const int eights = (kEights + cluster - 1) / cluster;
@@ -401,7 +403,7 @@ const char* launch(const Linear& linear, bool early, Stream stream) {
 const char* linear_hopper(const Linear& linear, bool early, Stream stream) {
   // Elsewhere the kernel is empty, and nothing would say that it wrote no result.
   if (!is_hopper()) {
-    return "a matmul of so many rows needs compute capability 9.0";
+    return "a matmul of so many rows, or an exact one, needs compute capability 9.0";
   }
   return linear.gated ? launch<true>(linear, early, stream) : launch<false>(linear, early, stream);
 }
