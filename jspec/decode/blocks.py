@@ -110,7 +110,7 @@ def check_blocks(options: ResolvedOptions, count: int, capacity: int) -> None:
     if mesh_model(target) is not None or explicit_mesh_sharding(options.models) is not None:
         reason = "the model is on a mesh, whose devices share rows in one piece"
     elif config.exact:
-        reason = "exact=True reads rows in one piece"
+        reason = f'exact="{config.exact}" reads rows in one piece'
     elif config.is_lossy:
         reason = f"target={shown(config.target)} reads the keys of a row in one piece"
     else:
