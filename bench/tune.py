@@ -33,7 +33,7 @@ from jspec.tuned import Rule, Table
 
 # Microseconds in which no kernel runs before one that waits for the kernel before it, in a graph:
 # what is idle of steps of real models, for each of their launches.
-WAIT = 1.2
+WAIT = 0.5
 GAIN = 0.002  # least reduction of the mean ratio of an operation by a rule
 DEPTH = 2  # of nested cuts: at most four rules
 
