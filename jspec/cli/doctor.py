@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from packaging.version import Version
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -33,6 +34,7 @@ from jspec.ops import operations
 from jspec.ops.attention.dense import ATTENTION
 
 BUNDLED = "bundled model"
+CAPTURED = "0.4.1"  # the first jax-triton whose calls XLA captures in CUDA graphs
 PATIENCE = "Each backend is tried; where much must be compiled, this takes minutes."
 
 
@@ -184,7 +186,11 @@ def _python() -> Finding:
 
 def _package(name: str) -> Finding:
     try:
-        return Finding(name, True, version(name))
+        installed = version(name)
+        if name == "jax-triton" and Version(installed) < Version(CAPTURED):
+            advice = f"pip install 'jax-triton>={CAPTURED}': XLA captures its calls in CUDA graphs"
+            return Finding(name, True, installed, advice)
+        return Finding(name, True, installed)
     except PackageNotFoundError:
         if name != "jax-triton":
             advice = f"pip install {name}"

@@ -153,6 +153,14 @@ def test_doctor_says_which_table_serves_and_whether_it_is_a_guess(gpu, detail, c
     assert bool(result["advice"]) == detail.count("a guess")
 
 
+@pytest.mark.parametrize(("installed", "advised"), [("0.3.1", True), ("0.4.1", False)])
+def test_a_jax_triton_whose_kernels_are_not_captured_is_told(installed, advised, monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: installed)
+    found = doctor._package("jax-triton")
+    assert (found.works, found.detail) == (True, installed)
+    assert ("'jax-triton>=0.4.1'" in found.advice) == advised
+
+
 def test_what_a_gpu_needs_is_told_where_there_is_one(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
