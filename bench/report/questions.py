@@ -171,7 +171,7 @@ QUESTIONS = (
         (
             "{model} model, {context} tokens, {read} of them read, hata",
             "{hata} % right",
-            "reading all {dense}, the exact top k {exact_topk}, Quest {quest}",
+            "reading all {dense}, the exact top k {exact_topk}, as many bytes by Quest {quest-16}",
         ),
         picture=figures.OF_BUDGET,
     ),
@@ -201,10 +201,10 @@ QUESTIONS = (
     Question(
         "An iteration and its parts",
         ("decode", "vegas-breakdown", "families"),
-        "Random weights; milliseconds of a draft of gamma tokens and its verification, of the "
-        "two parts, and of a plain step. *selecting adds*: to the rest of the iteration.",
+        "Random weights; milliseconds of a draft of gamma tokens by vegas and its verification, of "
+        "the two parts, and of a plain step. *selecting adds*: to the rest of the iteration.",
         steps.iterations,
-        5,
+        4,
     ),
     Question(
         "Throughput with imposed acceptance",

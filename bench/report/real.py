@@ -18,7 +18,7 @@ from bench.real.figures import (
 )
 from bench.real.tables import with_error
 from bench.report.markdown import Line, ratio
-from bench.report.real_cells import MORE, VEGAS, Cell, cells, headlines, pairs
+from bench.report.real_cells import MORE, VARIANTS, VEGAS, Cell, cells, headlines, pairs
 from bench.report.runs import Run
 
 DECODERS = {
@@ -104,7 +104,7 @@ def drafters(runs: Sequence[Run]) -> Iterator[Line]:
                     for cell in every
                     if name in {**cell.drafters, **cell.lossy, **cell.not_timed}
                 ]
-                if known and name != PLAIN:
+                if known and name not in (PLAIN, *VARIANTS):
                     words = [_drafter(cell, name) for cell in known]
                     lines.setdefault(name, {})[heading] = "; ".join(words)
     for name, line in lines.items():

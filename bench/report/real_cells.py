@@ -14,6 +14,7 @@ from bench.real.figures import Row, is_timed, over_plain, prefers_none, steady_r
 from bench.real.rivals import NAMES as RIVALS
 
 VEGAS = "vegas"
+VARIANTS = ("vegas-first", "vegas-weight")  # of what it collects: in the JSON alone
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from bench.report.runs import Run
 LAYER_CASE = ("B", "S", "n", "heads")
 POLICIES = ("hata", "quest_32", "loki", "magicpig", "exact_topk", "streaming")
 PASSES = (1, 10)  # tokens
-PLAIN, ALONE = "plain", "verification"
+PLAIN, VEGAS, ALONE = "plain", "vegas", "verification"
 Place = tuple[str, str, int, int]  # card, model, rows and context
 
 
@@ -128,27 +128,25 @@ def passes(runs: Sequence[Run]) -> Iterator[Line]:
 
 
 def iterations(runs: Sequence[Run]) -> Iterator[Line]:
-    """Iterations by vegas and by quest, and the parts of each."""
+    """Iterations by vegas, and their parts."""
     for run in runs:
         for place, of_place in steps([run], "draft").items():
-            for name in ("vegas", "quest"):
-                row = of_place.get(name)
-                parts = parts_us(row, of_place.get(ALONE))
-                if row is None or not parts:
-                    continue
-                time = microseconds(row)
-                plain = of_place.get(PLAIN)
-                selecting = sum(parts[x] for x in ("collection", "selection", "compaction"))
-                cells = {
-                    "draft": name,
-                    "gamma": str(row["case"]["gamma"]),
-                    "plain step": "" if plain is None else ms(microseconds(plain)),
-                    "iteration": ms(time),
-                    "over floor": f"{row['over_floor']:.2f}",
-                    **{part: ms(parts[part]) for part in ("draft passes", "verification")},
-                    "selecting adds": f"{selecting / (time - selecting):.1%}",
-                }
-                yield Line(labels(place) | cells)
+            row = of_place.get(VEGAS)
+            parts = parts_us(row, of_place.get(ALONE))
+            if row is None or not parts:
+                continue
+            time = microseconds(row)
+            plain = of_place.get(PLAIN)
+            selecting = sum(parts[x] for x in ("collection", "selection", "compaction"))
+            cells = {
+                "gamma": str(row["case"]["gamma"]),
+                "plain step": "" if plain is None else ms(microseconds(plain)),
+                "iteration": ms(time),
+                "over floor": f"{row['over_floor']:.2f}",
+                **{part: ms(parts[part]) for part in ("draft passes", "verification")},
+                "selecting adds": f"{selecting / (time - selecting):.1%}",
+            }
+            yield Line(labels(place) | cells)
 
 
 def parts_us(row: Row | None, alone: Row | None) -> dict[str, float]:

@@ -15,7 +15,8 @@ from bench.report.markdown import Line, ratio, us
 from bench.report.runs import Run
 from bench.table import number
 
-BUDGETS = (1 / 256, 1 / 128, 1 / 64, 1 / 32, 1 / 16)
+BUDGET = 1 / 64  # the share of a context on the first page
+BUDGETS = (1 / 256, BUDGET, 1 / 16)
 ALONE = "one device"
 STRATEGIES = {"tp": "tensor parallel", "gather": "gathered queries"}  # by their words
 NO_SHARE = {"suffix", "n-gram", "QuantSpec, all in 4 bits"}  # by their names in results
@@ -30,22 +31,26 @@ def quality(runs: Sequence[Run]) -> Iterator[Line]:
         first_runs.setdefault((run.machine, _model_of(run)), run)
     for (_, model), run in first_runs.items():
         by_context: dict[int, dict[str, dict[str, str]]] = {}
+        budgets = {row["case"]["budget"] for row in run.rows if _is_by_budget(row)}
+        shares = sorted(budgets & {*BUDGETS})
         for row in run.rows:
             if _is_by_budget(row):
                 budget, lines = row["case"]["budget"], by_context.setdefault(row["case"]["S"], {})
+                if budget is not None and budget not in shares:
+                    continue
                 if row["operation"] == "read":
                     size = lines.setdefault("bytes of a key", {})
                     size[row["name"]] = f"{row['bytes']:g}"
-                    for share in BUDGETS if budget is None else (budget,):
+                    for share in shares if budget is None else (budget,):
                         lines.setdefault(f"{share:.2%}", {})[row["name"]] = f"{row['score']:.1f}"
-                elif budget == BUDGETS[2]:
+                elif budget == BUDGET:
                     lengths = lines.setdefault("accepted length", {})
                     lengths[row["name"]] = f"{row['length']:.2f}"
         for context, lines in by_context.items():
             names = dict.fromkeys(lines["bytes of a key"], "")
             for words, cells in lines.items():
                 label = {"card": run.card, "model": model, "context": kilo(context), "read": words}
-                yield Line(label | names | cells, words == f"{BUDGETS[2]:.2%}" and "hata" in cells)
+                yield Line(label | names | cells, words == f"{BUDGET:.2%}" and "hata" in cells)
 
 
 def _model_of(run: Run) -> str:
