@@ -5,6 +5,9 @@ lengths are shares of S, the positions of a slot. *rollouts*: groups of 16 answe
 log-normal lengths: their median is S/8, and one in 40 reaches the limit of 7 S/8. *conversations*:
 half as many users again as slots, who share a system prompt of S/8 tokens. Each takes eight turns
 at most, the next one as soon as the answer has ended; messages are short, answers log-normal.
+
+Each trace also runs in engines with their cache in blocks: with as many slots in half of the
+memory, and with four times as many slots in all of it.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ from bench.cases import Case
 from bench.point import Row, row
 from bench.settings import Settings
 from bench.suite import Benchmark
+from jspec.cache.layout import BLOCK
 
-BLOCK = 128  # positions of a block, were the cache in blocks
 ANSWERS = 8  # of a rollout, for each slot
 GROUP = 16  # of them to a prompt
 TURNS = 8  # of a conversation
 DEFAULT: Case = {"trace": "rollouts", "B": 64, "S": 4096}
-ONE, TWO = "one-engine", "two-engines"
+ONE, TWO, HALF, FOURFOLD = "one-engine", "two-engines", "half-in-blocks", "four-times-the-slots"
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,11 +41,13 @@ class Text:
         request: whose prompt and tokens it is.
         prompt: of the request.
         keys: for each block that is full, a number that follows from all tokens up to its end.
+        watched: tokens of the request at the end of the turn before.
     """
 
     request: jspec.Request
     prompt: list[int]
     keys: list[int] = dataclasses.field(default_factory=list)
+    watched: int = 0
 
     @property
     def length(self) -> int:
@@ -73,24 +78,31 @@ class Usage:
 
     Attributes:
         positions: of all rows.
+        requests: that got tokens in the turn.
         used: by the texts of requests in slots.
         blocks: that these would take in blocks.
         is_full: whether all slots were taken.
     """
 
     positions: int
+    requests: list[int] = dataclasses.field(default_factory=list)
     used: list[int] = dataclasses.field(default_factory=list)
     blocks: list[int] = dataclasses.field(default_factory=list)
     is_full: list[bool] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, engine: jspec.Engine) -> Usage:
-        """Of all rows of an engine, the one for a long prompt included."""
-        return cls((engine.slots + 1) * engine.capacity)
+        """Of all rows or blocks of an engine, the row for a long prompt included."""
+        blocks = engine.cache_blocks
+        whole = engine.slots * engine.capacity if blocks is None else blocks * BLOCK
+        return cls(whole + engine.capacity)
 
     def watch(self, engine: jspec.Engine, texts: Sequence[Text]) -> None:
-        """Record ``texts`` of all requests that have not ended; those without tokens wait."""
-        running = [text for text in texts if text.request.tokens]
+        """Record ``texts`` of all requests that have not ended; those without new tokens wait."""
+        running = [text for text in texts if len(text.request.tokens) > text.watched]
+        for text in running:
+            text.watched = len(text.request.tokens)
+        self.requests.append(len(running))
         self.used.append(sum(text.length for text in running))
         self.blocks.append(positions_in_blocks(running))
         self.is_full.append(len(running) == engine.slots)
@@ -101,6 +113,8 @@ class Usage:
         return {
             "positions": self.positions,
             "turns": len(self.used),
+            "requests": statistics.mean(self.requests),
+            "most_requests": max(self.requests),
             "unused": 1 - statistics.mean(self.used) / self.positions,
             "unused_while_full": 1 - statistics.mean(full or self.used) / self.positions,
             "least_unused": 1 - max(self.used) / self.positions,
@@ -109,8 +123,17 @@ class Usage:
         }
 
 
-def engine_of(model: jspec.Decoder, slots: int, capacity: int) -> jspec.Engine:
-    return jspec.Engine(model, slots=slots, capacity=capacity, draft=None)
+def engine_of(
+    model: jspec.Decoder, slots: int, capacity: int, blocks: int | None = None
+) -> jspec.Engine:
+    return jspec.Engine(model, slots=slots, capacity=capacity, cache_blocks=blocks, draft=None)
+
+
+def in_blocks(model: jspec.Decoder, case: Case, name: str) -> jspec.Engine:
+    """The engine of a row with its cache in blocks; ONE: that with its slots in one piece."""
+    slots, size = case["B"], case["S"]
+    blocks = {ONE: None, HALF: slots * size // BLOCK // 2, FOURFOLD: slots * size // BLOCK}[name]
+    return engine_of(model, 4 * slots if name == FOURFOLD else slots, size, blocks)
 
 
 def answer_lengths(rng: np.random.Generator, count: int, median: int, most: int) -> list[int]:
@@ -155,6 +178,19 @@ def rollouts(model: jspec.Decoder, case: Case) -> Iterator[Row]:
     yield usage.figures() | {"name": ONE, "checked": None}
     del engine
 
+    def same(texts: dict[int, list[int]]) -> Row:
+        """Whether all texts are those of one engine, and how many of them."""
+        # A prefill may round the keys that it computes again in another way: a text differs.
+        share = sum(texts[seed] == text for seed, text in whole.items()) / count
+        return {"checked": texts == whole, "same_texts": share}
+
+    for name in (HALF, FOURFOLD):
+        engine = in_blocks(model, case, name)
+        usage = Usage.of(engine)
+        texts = answered(engine, usage, prompts, lengths)
+        yield usage.figures() | {"name": name, **same(texts)}
+        del engine
+
     engine = engine_of(model, case["B"], size // 4)
     usage = Usage.of(engine)
     first = {seed: min(n, size // 4 - len(prompts[seed])) for seed, n in lengths.items()}
@@ -167,17 +203,20 @@ def rollouts(model: jspec.Decoder, case: Case) -> Iterator[Row]:
     texts |= answered(engine, usage, {seed: texts[seed] for seed in rest}, rest)
     figures = usage.figures()
     figures["turns"] += turns
-    # A prefill may round the keys that it computes again in another way, so that a text differs.
-    figures["same_texts"] = sum(texts[seed] == text for seed, text in whole.items()) / count
-    yield figures | {"name": TWO, "checked": texts == whole}
+    yield figures | {"name": TWO, **same(texts)}
 
 
 def conversations(model: jspec.Decoder, case: Case) -> Iterator[Row]:
-    """A row of one engine."""
+    """Rows of one engine, and of those in blocks."""
+    for name in (ONE, HALF, FOURFOLD):
+        yield {"name": name, "checked": None, **conversed(in_blocks(model, case, name), case)}
+
+
+def conversed(engine: jspec.Engine, case: Case) -> Row:
+    """The figures of conversations with an engine."""
     rng, size = np.random.default_rng(0), case["S"]
-    vocabulary = model.config.vocab_size
+    vocabulary = engine.model.config.vocab_size
     system = rng.integers(vocabulary, size=size // 8).tolist()
-    engine = engine_of(model, case["B"], size)
     usage = Usage.of(engine)
     users = list(range(case["B"] * 3 // 2))
     histories, turns = [system] * len(users), [0] * len(users)
@@ -200,8 +239,7 @@ def conversations(model: jspec.Decoder, case: Case) -> Iterator[Row]:
         for user in texts.keys() - running.keys():
             histories[user] = [*texts[user].prompt, *texts[user].request.tokens]
         texts = running
-    prefilled = engine.stats.prompt_tokens / begun
-    yield usage.figures() | {"name": ONE, "checked": None, "prefilled": prefilled}
+    return usage.figures() | {"prefilled": engine.stats.prompt_tokens / begun}
 
 
 TRACES = {"rollouts": rollouts, "conversations": conversations}
@@ -234,6 +272,6 @@ MEMORY = Benchmark(
     gpu=[],
     quick=[],
     cpu=GRID,
-    names=(ONE, TWO),
+    names=(ONE, TWO, HALF, FOURFOLD),
     rows=rows,
 )

@@ -64,11 +64,16 @@ def test_a_trace_is_counted(trace):
     rows = list(memory.rows(case, Settings()))
     assert all(0.3 < x["unused"] < 1 for x in rows)
     assert all(0 < x["blocks"] <= x["most_blocks"] <= 1 for x in rows)
+    by_name = {x["name"]: x for x in rows}
+    one, half, many = (by_name[x] for x in (memory.ONE, memory.HALF, memory.FOURFOLD))
+    assert [x["positions"] for x in (one, half, many)] == [5 * 512, 3 * 512, 5 * 512]
+    assert half["unused"] < one["unused"]
+    assert one["most_requests"] <= 4 < many["most_requests"] <= 16
     if trace == "rollouts":
-        one, two = rows
-        assert two["checked"] is True
+        two = by_name[memory.TWO]
+        assert two["checked"] is half["checked"] is many["checked"] is True
         assert two["same_texts"] == 1
-        assert (one["positions"], two["positions"]) == (5 * 512, 3 * 512)
+        assert two["positions"] == 3 * 512
         assert two["unused"] < one["unused"]
     else:
-        assert 0 < rows[0]["prefilled"] < 1
+        assert 0 < one["prefilled"] < 1

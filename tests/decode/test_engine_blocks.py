@@ -130,6 +130,7 @@ def test_drafters_read_and_write_blocks(name, sharp, other, removed):
 def test_layers_with_windows_keep_their_rings_and_latents_lie_in_blocks(name):
     """A row of latents is keys alone."""
     model = jspec.load_model(GOLDEN / name)
+    model.config = dataclasses.replace(model.config, max_context=512)  # of more than a block
     texts, params = prompts((50, 140, 17), vocabulary=112), SamplingParams(max_new_tokens=24)
     settings = {"draft": None, "prefill_chunk": 16}
     engine = Engine(model, slots=2, capacity=200, cache_blocks=3, **settings)
