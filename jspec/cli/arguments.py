@@ -142,11 +142,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--settings", metavar="FILE.json", help="draft and gamma, as jspec tune writes them")
     rules = "how a sampled draft is verified: token by token, or as a block; default %(default)s"
     add("--rule", choices=("token", "block"), default="token", help=rules)
-    same = (
-        "tokens: the greedy tokens of plain decoding, whatever drafts; bits: however prompts are "
+    add(
+        "--exact",
+        choices=("no", "tokens", "bits"),
+        help="tokens: the greedy tokens of plain decoding, whatever drafts; bits: however prompts "
+        "are prefilled, too; on an NVIDIA GPU; no, the default: up to near-ties",
     )
-    same += "prefilled, too; on an NVIDIA GPU"
-    add("--exact", choices=("tokens", "bits"), help=same)
     _add_decoding(parser)
     add(
         "--hosts",

@@ -21,7 +21,7 @@ from jspec.cli.settings import read_settings
 from jspec.cli.show import environment, print_choices, print_json, print_table
 from jspec.decode.checks import check_request, one_each
 from jspec.decode.draft import Drafter, NoDraft, named_draft
-from jspec.decode.options import Gamma
+from jspec.decode.options import DecodeOptions, Gamma
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.dispatch import Backends, record_choices
@@ -222,22 +222,18 @@ def load(
     )
     arrays = prepared(cache_policy, model, tokenizer)
     placed_model = model if helix is None else shard(model, helix)
-    return Job(
-        model=placed_model,
-        tokenizer=tokenizer,
-        template=template,
-        options={
-            "draft": draft,
-            "gamma": gamma,
-            "draft_model": draft.prepare(Models(placed_model, draft_model)).draft,
-            "target": target,
-            "rule": arguments.rule,
-            "exact": arguments.exact,
-            "policy_params": arrays,
-            "backends": backends,
-        },
-        batch=arguments.batch,
-    )
+    options: DecodeOptions = {
+        "draft": draft,
+        "gamma": gamma,
+        "draft_model": draft.prepare(Models(placed_model, draft_model)).draft,
+        "target": target,
+        "rule": arguments.rule,
+        "policy_params": arrays,
+        "backends": backends,
+    }
+    if arguments.exact is not None:
+        options["exact"] = None if arguments.exact == "no" else arguments.exact
+    return Job(placed_model, tokenizer, template, options, arguments.batch)
 
 
 def ready_for(job: Job, request: CliRequest, refused: list[Refused]) -> Ready | None:

@@ -278,7 +278,7 @@ def check_exact(model: Model, cache_policy: Policy, exact: Exact) -> None:
     docs/batch_invariance.md says why a token's bits follow from its own row alone where they can.
     ``cache_policy``: the policy whose columns its cache keeps.
     """
-    reason = refuses_triton() or _refuses_exact(model, cache_policy)
+    reason = refuses_exact(model, cache_policy)
     if reason is not None:
         raise BackendError(f'exact="{exact}" cannot serve this request: {reason}; leave exact out')
 
@@ -293,8 +293,10 @@ def check_started(exact: Exact | None, step_exact: Exact | None) -> None:
         )
 
 
-def _refuses_exact(model: Model, cache_policy: Policy) -> str | None:
+def refuses_exact(model: Model, cache_policy: Policy) -> str | None:
     """Why this model's passes over a cache with this policy's columns cannot be exact, or None."""
+    if reason := refuses_triton():
+        return reason
     arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array)]
     if mesh_model(model) is not None or any(len(x.sharding.device_set) > 1 for x in arrays):
         return "its weights lie on a mesh, where sums over devices follow the mesh"

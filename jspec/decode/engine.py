@@ -104,6 +104,8 @@ class Engine:
     ) -> None:
         slots, capacity = positive("slots", slots, MAX_SLOTS), positive("capacity", capacity)
         stop_tokens = positive("stop_tokens", stop_tokens)
+        if cache_blocks is not None:
+            options = {"exact": None, **options}  # which reads rows in one piece
         resolved = ResolvedOptions.of(model, options)
         usual = usual_chunk(resolved.models)
         chunk = positive("prefill_chunk", usual if prefill_chunk is None else prefill_chunk)

@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 
 from jspec.config import SamplingMode, positive
 from jspec.decode.auto import LADDER
-from jspec.decode.checks import check_exact, check_models
+from jspec.decode.checks import check_exact, check_models, refuses_exact
 from jspec.decode.draft import Drafter, NoDraft, SelfDraft
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.processors import LogitsProcessor, check_processors
-from jspec.decode.settings import StepConfig, check_draft
+from jspec.decode.settings import EXACT_BACKENDS, StepConfig, check_draft
 from jspec.decode.state import Exact, FlatModels, Models
 from jspec.decode.weights import array_like, shape_of
 from jspec.dispatch import Backends
@@ -27,6 +27,8 @@ from jspec.policies.prepare import prepare_params
 from jspec.typing import Model
 
 Gamma = int | Literal["auto"] | None
+# The level of `exact` where a caller names none, for requests that it can serve.
+DEFAULT_EXACT: Exact | None = None
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -123,8 +125,9 @@ class ResolvedOptions:
             options.get("backends", Backends()),
             options.get("target", Dense()),
             options.get("rule", "token"),
-            options.get("exact"),
         )
+        exact = options["exact"] if "exact" in options else usual_exact(model, config)
+        config = dataclasses.replace(config, exact=exact)
         if gamma == "auto" and isinstance(draft, NoDraft):
             raise ValueError(
                 "gamma='auto' chooses how much a drafter drafts; pass one, or gamma=0 for plain "
@@ -206,6 +209,15 @@ def usual_gamma(draft: Drafter) -> tuple[int | Literal["auto"], int | None]:
     if isinstance(draft, NoDraft):
         return 0, None
     return "auto", None if draft.traits.one_hot else draft.traits.default_gamma
+
+
+def usual_exact(model: Model, config: StepConfig) -> Exact | None:
+    """The level of exactness where the caller names none; ``config`` has the other options."""
+    level = DEFAULT_EXACT
+    if level is None or config.is_lossy or config.draft.traits.branches:
+        return None
+    is_named = not set(config.backends).isdisjoint(EXACT_BACKENDS[level])
+    return None if is_named or refuses_exact(model, config.cache_policy) else level
 
 
 def check_names(options: Mapping[str, Any]) -> None:

@@ -13,13 +13,14 @@ from jspec import helix
 from jspec.cache import LinearLayout, RingLayout
 from jspec.cache.layout import layouts_of
 from jspec.config import LayerSpec
-from jspec.decode import checks
+from jspec.decode import checks, options
 from jspec.decode.checks import check_exact
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import EXACT_BACKENDS, StepConfig
 from jspec.dispatch import BackendError, Backends
 from jspec.parts import Experts
 from jspec.policies import Dense, HataOff, Quest
+from tests.decode.common import options_of
 from tests.decode.test_refusals import Handmade, Shape
 
 EXACTLY = StepConfig(0, jspec.NoDraft(), exact="bits")
@@ -159,6 +160,24 @@ def test_an_exact_state_takes_ordinary_steps_once_converted(tiny):
     converted = jspec.convert_state(tiny, state, PLAINLY)
     assert converted.exact is None
     assert not jspec.speculative_step(tiny, converted, PLAINLY).exact
+
+
+def test_a_default_level_serves_what_it_can(tiny, with_a_gpu, monkeypatch):
+    """Today there is none."""
+
+    def level(model=tiny, **settings):
+        return options_of(model, **settings).config.exact
+
+    assert level() is None
+    monkeypatch.setattr(options, "DEFAULT_EXACT", "tokens")
+    assert (level(), level(exact=None), level(exact="bits")) == ("tokens", None, "bits")
+    assert level(draft=jspec.NgramDraft(branches=2)) is None
+    assert level(target=Quest()) is None
+    assert level(backends=Backends(attention="xla")) is None
+    assert level(backends=Backends(sample="xla")) == "tokens"
+    assert level(helix.shard(tiny, helix.HelixConfig(kvp=2))) is None
+    engine = jspec.Engine(tiny, slots=1, capacity=128, cache_blocks=1, draft=None)
+    assert engine._options.config.exact is None
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU refuses nothing here")
