@@ -35,17 +35,18 @@ class Blocks:
     ) -> None:
         self._on_release = on_release
         self._table = np.full((slots, capacity // BLOCK), -1, np.int32)
+        self._numbers = [0] * slots  # of blocks of each slot
         self._free = list(range(count))
         self._order: dict[int, None] = {}  # slots, the one that was filled last at the end
         self._is_placed = True  # on the device, where a new table has no block either
 
     def unused(self, idle: Collection[int]) -> int:
         """Blocks that no slot has but those of ``idle`` slots."""
-        return len(self._free) + sum(map(self._number, idle))
+        return len(self._free) + sum(self._numbers[slot] for slot in idle)
 
     def missing(self, slot: int, positions: int) -> int:
         """How many blocks a slot lacks for so many positions."""
-        return max(blocks_of(positions) - self._number(slot), 0)
+        return max(blocks_of(positions) - self._numbers[slot], 0)
 
     def newest(self, slots: Collection[int]) -> int:
         """The one of ``slots`` that was filled last."""
@@ -62,20 +63,21 @@ class Blocks:
 
         There must be as many: ``idle`` slots lose theirs where too few are free.
         """
-        missing, number = self.missing(slot, positions), self._number(slot)
+        missing, number = self.missing(slot, positions), self._numbers[slot]
         while len(self._free) < missing:
             self.release(next(x for x in self._order if x in idle and x != slot))
         if missing:
             new = [self._free.pop() for _ in range(missing)]
             self._table[slot, number : number + missing] = new
+            self._numbers[slot] += missing
             self._is_placed = False
 
     def release(self, slot: int) -> None:
         """Take the blocks of a slot, which others may have."""
         self._order.pop(slot, None)
-        if number := self._number(slot):
+        if number := self._numbers[slot]:
             self._free.extend(self._table[slot, :number].tolist())
-            self._table[slot] = -1
+            self._table[slot], self._numbers[slot] = -1, 0
             self._is_placed = False
             self._on_release(slot)
 
@@ -87,10 +89,6 @@ class Blocks:
         # A copy: an array on a CPU may share memory with what it was made of.
         table = put(self._table.copy(), state.done.sharding)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=table))
-
-    def _number(self, slot: int) -> int:
-        """How many blocks a slot has."""
-        return int(np.count_nonzero(self._table[slot] >= 0))
 
 
 def blocks_of(positions: int) -> int:
