@@ -3,6 +3,7 @@
 With the CPU's backends in place of the batch-invariant ones; those: tests/triton.
 """
 
+import dataclasses
 import itertools
 
 import jax
@@ -189,3 +190,26 @@ def test_an_engine_prefills_short_prompts_one_by_one(sharp, on_a_cpu, passes):
     begun = list(passes)
     start_decoding(sharp, TEXTS, config=config_of(NoDraft()), chunk=32)
     assert begun == passes[len(begun) :]
+
+
+def test_requests_of_every_kind_have_what_an_ordinary_prefill_gives(sharp, on_a_cpu):
+    """Of different samplings, processors and records in one batch."""
+    params = [
+        SamplingParams(12, logprobs=1, prompt_logprobs=2, seed=1),
+        SamplingParams(9, temperature=0.8, top_k=5, seed=3, stop_tokens=(7,)),
+        SamplingParams(12, repetition_penalty=1.3, prompt_logprobs=1, seed=2),
+        SamplingParams(1, banned_tokens=(4,), draft_limit=0, seed=4),
+    ]
+    results = []
+    for config in (config_of(DRAFTERS["ngram"]), StepConfig(2, DRAFTERS["ngram"])):
+        records = []
+        state = start_decoding(sharp, TEXTS, params, config, on_prompt_records=records.append)
+        assert state.exact == config.exact
+        lengths = np.asarray(state.lengths)
+        results.append((dataclasses.replace(state, cache=lengths, exact=None), records))
+    (state, records), (expected, other_records) = results
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for mine, its in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_array_equal(mine, its)
+    for mine, its in zip(*map(jax.tree.leaves, (records, other_records)), strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-4)

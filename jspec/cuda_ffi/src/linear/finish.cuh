@@ -23,13 +23,13 @@ __device__ float finished(const Linear& linear, const float (&sums)[sides], floa
   float values[sides];
 #pragma unroll
   for (int side = 0; side < sides; ++side) {
-    // Not contracted with the sum, whatever surrounds it.
+    // Products are not contracted with sums, whatever surrounds them.
     const float product = __fmul_rn(__fmul_rn(sums[side], root), factors[side]);
     values[side] = rounded(rounded(product) + shifts[side]);
   }
   float value = values[0];
   if constexpr (sides == 2) {
-    value = rounded(rounded(__fdividef(value, 1 + expf(-value))) * values[1]);
+    value = rounded(__fmul_rn(rounded(__fdividef(value, 1 + expf(-value))), values[1]));
   }
   return linear.add ? rounded(added + value) : value;
 }
