@@ -22,6 +22,7 @@ SETTLED = 3  # times of a gamma from which on its next one tells the pace
 STEADY = 0.15  # share by which the pace must change to count
 ACCEPTED = 0.8  # assumed acceptance rate of draft tokens before any is measured
 WORTH = 1.01  # factor by which a longer draft must be better than a shorter one
+HOPED = 1.15  # factor by which one must be hoped to be better to be timed with fewer or more rows
 PROBING = 0.003  # share of the time that may be spent to measure a gamma again
 STALE = 16  # chunks after which a gamma may be measured again
 MAX_UNREAD = 1  # chunks that may still run when the gamma of the next one is chosen
@@ -186,11 +187,14 @@ class GammaChoice:
 
     The time of a step is measured: the median of a gamma's last chunks, without its first ``warm``
     ones, divided by the pace: how many times as long as usual the last chunks took, whatever their
-    gammas. Steps take longer the more rows are live, by an amount per live row that is assumed to
-    be the same for all gammas, and times are compared at the live rows of the next chunk. A gamma
-    that never ran is tried if it would win at the cost of the longest shorter one; 0 is always
-    tried. A gamma that lost is measured again when its neighbour runs, in a bounded share of the
-    time.
+    gammas. What a long draft costs next to a short one depends on how many rows are live: their
+    passes may be bound by arithmetic where many are, and by memory where few are left. So times are
+    of numbers of live rows within a factor of four. Within it, and where a gamma was not timed yet,
+    an amount per live row is assumed that is the same for all gammas.
+
+    A gamma that did not run with about as many rows is tried if it would win at the cost of the
+    longest shorter one that did; 0 is always tried. A gamma that lost is measured again when its
+    neighbour runs, in a bounded share of the time.
 
     With ``branches`` drafts are trees, and the rates of each gamma are its own: more tokens may be
     accepted more often at every depth. The rates of all gammas are their prior. A gamma that never
@@ -206,7 +210,9 @@ class GammaChoice:
         self.ladder = tuple(ladder)
         self.start = min(self.ladder, key=lambda g: abs(g - start))
         self.warm = warm
-        self.times = {g: deque[StepTime](maxlen=TIMES) for g in self.ladder}
+        # By gamma and `_row_class`.
+        self.times = {g: dict[int, deque[StepTime]]() for g in self.ladder}
+        self.ran = set[tuple[int, int]]()  # gammas, and the `_row_class` that they ran with
         self.runs = dict.fromkeys(self.ladder, 0)
         self.last_run = dict.fromkeys(self.ladder, 0)
         longest = max(self.ladder)
@@ -239,9 +245,10 @@ class GammaChoice:
         self.chunks += 1
         self.runs[gamma] += 1
         self.last_run[gamma] = self.chunks
+        rows = float(live.sum() / len(live))
+        self.ran.add((gamma, _row_class(rows)))
         if seconds is not None:
             if self.runs[gamma] > self.warm:
-                rows = float(live.sum() / len(live))
                 seconds = self._at_usual_pace(gamma, seconds, rows)
                 self._fit_row_seconds(gamma, StepTime(seconds, rows))
             self.allowance += PROBING * seconds
@@ -276,11 +283,14 @@ class GammaChoice:
         rates = {g: tokens[g] / costs[g] for g in known}
         best = min(g for g, rate in rates.items() if WORTH * rate >= max(rates.values()))
         self.current, self.seconds_per_token = best, 1 / rates[best]
-        hoped = {}  # of those that never ran, if they cost what the longest shorter one does
-        for g in (g for g in self.ladder if g not in known):
+        hoped = {}  # of those that did not run with about as many rows
+        for g in (g for g in self.ladder if not self._is_known(g)):
+            # If it costs what the longest shorter one does.
             shorter = [k for k in known if k < g]
-            hoped[g] = tokens[g] / costs[shorter[-1]] if shorter else math.inf
-        if hoped and max(hoped.values()) > WORTH * rates[best]:
+            shorter = [k for k in shorter if self._is_known(k)] or shorter[:1]
+            worth = HOPED if self.times[g] else WORTH
+            hoped[g] = tokens[g] / costs[shorter[-1]] / worth if shorter else math.inf
+        if hoped and max(hoped.values()) > rates[best]:
             return max(hoped, key=hoped.__getitem__)
         return self._probe(best, costs)
 
@@ -296,12 +306,18 @@ class GammaChoice:
 
     def cost(self, gamma: int) -> float:
         """Seconds of a step with the live rows of the next chunk."""
-        times = self.times[gamma]
+        at = _row_class(self.live)
+        times = min(self.times[gamma].items(), key=lambda item: abs(item[0] - at))[1]
         return statistics.median(t.seconds + self.row_seconds * (self.live - t.live) for t in times)
+
+    def _is_known(self, gamma: int) -> bool:
+        """Whether it was timed, and ran with about as many live rows as the next chunk has."""
+        return bool(self.times[gamma]) and (gamma, _row_class(self.live)) in self.ran
 
     def _at_usual_pace(self, gamma: int, seconds: float, live: float) -> float:
         """What a step of ``seconds`` takes at the usual pace of the device."""
-        usual = [t.seconds for t in self.times[gamma] if abs(t.live - live) < 0.5]
+        times = self.times[gamma].get(_row_class(live), ())
+        usual = [t.seconds for t in times if abs(t.live - live) < 0.5]
         if len(usual) >= SETTLED:
             self.paces.append(seconds / statistics.median(usual))
             pace = statistics.median(self.paces)
@@ -314,10 +330,12 @@ class GammaChoice:
         That is the slope that fits the times of all gammas best, up to the share of a row in any of
         them.
         """
-        self.times[gamma].append(time)
+        by_class = self.times[gamma]
+        by_class.setdefault(_row_class(time.live), deque(maxlen=TIMES)).append(time)
         above = below = 0.0
         share = math.inf
-        for times in filter(None, self.times.values()):
+        for by_class in filter(None, self.times.values()):
+            times = [time for recent in by_class.values() for time in recent]
             live = statistics.fmean(t.live for t in times)
             above += sum(t.seconds * (t.live - live) for t in times)
             below += sum((t.live - live) ** 2 for t in times)
@@ -341,6 +359,14 @@ class GammaChoice:
             return best
         self.probing, self.probe_end = probe, self.chunks + 1 + MAX_UNREAD
         return probe
+
+
+def _row_class(live: float) -> int:
+    """The class of so many live rows: 1 and 2, 3 to 11, 12 to 47, and so on.
+
+    The usual numbers of slots, powers of two, are far from the limits of a class.
+    """
+    return math.floor(math.log(max(live, 1.0) / 0.75, 4))
 
 
 def _tokens_of(accepted: np.ndarray, live: np.ndarray) -> float:

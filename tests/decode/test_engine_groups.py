@@ -8,6 +8,7 @@ import pytest
 
 from jspec import helix
 from jspec.config import SamplingParams
+from jspec.decode.auto import GammaChoice
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 from tests.decode.conftest import COMPILED
@@ -150,3 +151,36 @@ def test_a_group_has_seeds_in_a_row_and_may_be_cancelled(sharp):
     assert (first + 1) % 2**32 == second
     with pytest.raises(ValueError, match="n=0 must be at least 1"):
         engine.submit_group(LONG, last, n=0)
+
+
+def test_a_group_is_aborted_while_many_rows_decode_and_while_few_do(sharp, monkeypatch):
+    """Plain steps while many rows are live, and drafts of four tokens while few are."""
+    gammas = []
+
+    def choose(self, rows, left):
+        gammas.append(0 if (left > 0).sum() > 2 else 4)
+        return gammas[-1]
+
+    monkeypatch.setattr(GammaChoice, "choose", choose)
+    engine = engine_of(sharp, "ngram", slots=4, gamma="auto")
+    texts = prompts((20, 15, 9), seed=3)
+    params = [SamplingParams(max_new_tokens=new) for new in (60, 40, 12)]
+    expected = apart(sharp, "none", list(zip(texts, params, strict=True))).tokens
+    first, aborted = (engine.submit_group(texts[i], params[i], n=2) for i in (0, 1))
+    while not all(request.tokens for request in aborted):
+        engine.step()
+    assert set(gammas) == {0}
+    for request in aborted:
+        request.cancel()
+    while len(first[0].tokens) < 30:
+        engine.step()
+    assert gammas[-1] == 4
+    first[1].cancel()
+    late = engine.submit_group(texts[2], params[2], n=3)  # takes the slots that are free
+    engine.run()
+    assert [request.finished for request in (*first, *aborted)] == ["length", *["cancelled"] * 3]
+    assert first[0].tokens == expected[0]
+    for request, tokens in zip((first[1], *aborted), expected[:1] + expected[1:2] * 2, strict=True):
+        assert 0 < len(request.tokens) < len(tokens)
+        assert request.tokens == tokens[: len(request.tokens)]
+    assert {request.tokens for request in late} == {expected[2]}

@@ -1,5 +1,6 @@
 """What is known of how far drafts are accepted, row by row, and what gamma follows from it."""
 
+import dataclasses
 import itertools
 import math
 
@@ -7,29 +8,61 @@ import numpy as np
 import pytest
 
 from jspec.decode.auto import HORIZON, LADDER, MEMORY, PRIOR_STEPS, GammaChoice, RowAcceptance
+from tests.parameters import default_run
 
 STEPS = 16
 
 
-def decode(choose, saw, costs, rates: np.ndarray, slots: int, seed: int) -> float:
-    """Seconds to decode a row of 256 tokens for each of ``rates``, which free ``slots`` take."""
-    rng, seconds = np.random.default_rng(seed), 0.0
-    waiting = list(rng.permutation(rates))
+@dataclasses.dataclass(frozen=True)
+class ChunkTime:
+    """Rows that were live when a chunk began, its seconds, and the tokens that rows got."""
+
+    live: int
+    seconds: float
+    tokens: int
+
+
+def decode(choose, saw, cost, requests, slots: int, seed: int, steps: int = STEPS):
+    """The chunks that decode ``requests``, which free ``slots`` take.
+
+    A request has the rate at which it accepts a further draft token, and how many tokens it needs.
+    ``cost(gamma, live)``: seconds of a step.
+    """
+    rng, chunks = np.random.default_rng(seed), []
+    waiting = [requests[i] for i in rng.permutation(len(requests))]
     rows, rate, left = None, np.zeros(slots), np.zeros(slots, int)
     while waiting or left.any():
         for slot in np.flatnonzero(left == 0)[: len(waiting)]:
-            rate[slot], left[slot] = waiting.pop(), 256
+            rate[slot], left[slot] = waiting.pop()
             if rows is not None:
                 rows.renew([int(slot)])
-        rows = rows or RowAcceptance(slots, max(LADDER), STEPS, together=slots >= len(rates))
+        together = slots >= len(requests)
+        rows = rows or RowAcceptance(slots, max(LADDER), steps, together=together)
         gamma = choose(rows, left)
-        accepted = np.minimum(rng.geometric(1 - np.tile(rate, (STEPS, 1))) - 1, gamma)
+        accepted = np.minimum(rng.geometric(1 - np.tile(rate, (steps, 1))) - 1, gamma)
         behind = np.vstack([np.zeros(slots, int), np.cumsum(1 + accepted, axis=0)])
         live = behind[:-1] < left
-        took = costs[gamma] * rng.lognormal(0, 0.02)
+        took = cost(gamma, live.sum(axis=1).mean()) * rng.lognormal(0, 0.02)
         saw(gamma, took, accepted, live, rows)
-        left, seconds = np.maximum(left - behind[-1], 0), seconds + took
-    return seconds
+        got = np.minimum(behind[-1], left)
+        chunks.append(ChunkTime(int((left > 0).sum()), took, int(got.sum())))
+        left -= got
+    return chunks
+
+
+def always(gamma: int):
+    """What chooses one gamma for all chunks, and what learns nothing."""
+    return lambda *_: gamma, lambda *_: None
+
+
+def choosing(choice: GammaChoice):
+    """What chooses as an engine does, and what learns."""
+
+    def saw(gamma, seconds, accepted, live, rows):
+        choice.observe(gamma, seconds, accepted, live)
+        choice.met(rows.observe(gamma, accepted, live))
+
+    return choice.choose, saw
 
 
 @pytest.mark.parametrize("slots", [8, 64])
@@ -39,23 +72,54 @@ def test_rows_that_accept_little_weigh_as_much_as_their_steps(slots):
     the last row alone counts."""
     costs = {gamma: 1 + 0.2 * gamma for gamma in LADDER}
     rates = np.resize([0.98, 0.98, 0.98, 0.6], 64)
-    fixed = {}
-    for gamma in LADDER:
-        always, deaf = itertools.repeat(gamma), lambda *_: None
-        runs = [decode(lambda *_, g=always: next(g), deaf, costs, rates, slots, s) for s in (0, 1)]
-        fixed[gamma] = np.mean(runs)
+
+    def seconds(how, seed: int) -> float:
+        requests = [(rate, 256) for rate in rates]
+        chunks = decode(*how, lambda gamma, _: costs[gamma], requests, slots, seed)
+        return sum(chunk.seconds for chunk in chunks)
+
+    fixed = {g: np.mean([seconds(always(g), seed) for seed in (0, 1)]) for g in LADDER}
     speeds = {g: (rates[:, None] ** np.arange(g + 1)).sum(axis=1).mean() / costs[g] for g in LADDER}
     fastest = max(LADDER, key=speeds.__getitem__)
     assert min(fixed.values()) < 0.9 * fixed[fastest]
-    choice = GammaChoice(LADDER, 8, warm=0)
-
-    def saw(gamma, seconds, accepted, live, rows):
-        choice.observe(gamma, seconds, accepted, live)
-        choice.met(rows.observe(gamma, accepted, live))
-
-    result = [decode(choice.choose, saw, costs, rates, slots, seed) for seed in range(8)][2:]
+    how = choosing(GammaChoice(LADDER, 8, warm=0))
+    result = [seconds(how, seed) for seed in range(8)][2:]
     assert np.mean(result) < min(fixed.values()) / 0.95
     assert np.mean(result) < 0.95 * fixed[0]
+
+
+# Seconds of a step by gamma and live rows: where all slots are computed, where keys are read, where
+# a pass is bound by the arithmetic of its tokens, and where it is so only if these are many.
+STEP_COSTS = {
+    "slots": lambda gamma, live: 1 + 0.12 * gamma,
+    "keys": lambda gamma, live: 1 + 0.03 * gamma + 0.1 * live,
+    "tokens": lambda gamma, live: 1 + 0.02 * live * (gamma + 1),
+    "many tokens": lambda gamma, live: max(1.0, 0.02 * live * (gamma + 1)),
+}
+
+
+@pytest.mark.parametrize("cost", default_run(STEP_COSTS, "slots", "tokens"))
+def test_both_phases_of_a_rollout_are_near_their_best_gamma(cost):
+    """Many short answers that accept little, then the end of a long one that accepts much.
+
+    From the third rollout on: the time until half of the slots are free, and the time of a token
+    after it.
+    """
+    slots, steps = 32, 4
+    requests = [(0.2, 256)] * 63 + [(0.8, 6144)]
+
+    def phases(how, seed: int) -> tuple[float, float]:
+        chunks = decode(*how, cost, requests, slots, seed, steps)
+        wide, tail = [], []
+        for chunk in chunks:
+            (wide if chunk.live > slots // 2 else tail).append(chunk)
+        tokens = sum(chunk.tokens for chunk in tail)
+        return sum(x.seconds for x in wide), sum(x.seconds for x in tail) / tokens
+
+    best = np.min([phases(always(gamma), 0) for gamma in LADDER], axis=0)
+    how = choosing(GammaChoice(LADDER, 8, warm=1))
+    result = np.mean([phases(how, seed) for seed in range(4)][2:], axis=0)
+    assert (result < best / 0.95).all()
 
 
 def test_a_row_goes_by_others_until_it_is_known():
@@ -125,3 +189,22 @@ def test_a_row_costs_no_more_than_its_share_of_a_step():
         choice.observe(4, seconds, np.zeros((STEPS, 8), int), live)
     choice.choose(rows, np.array([100] + [0] * 7))
     assert 1.0 < choice.cost(4) <= 9.0
+
+
+@pytest.mark.parametrize(("seconds", "then"), [(2.0, 8), (6.0, 0)])
+def test_a_draft_that_lost_with_many_rows_is_tried_once_with_few(seconds, then):
+    choice, rows = GammaChoice((0, 8), 8, warm=0), RowAcceptance(32, 8, STEPS, together=False)
+    left = {live: np.where(np.arange(32) < live, 10_000, 0) for live in (32, 2)}
+
+    def ran(gamma, live, took):
+        accepted, is_live = np.full((STEPS, 32), min(gamma, 4)), np.tile(left[live] > 0, (STEPS, 1))
+        choice.observe(gamma, took, accepted, is_live)
+        choice.met(rows.observe(gamma, accepted, is_live))
+
+    for gamma, live, took in ((8, 32, 7.0), (0, 32, 1.0), (0, 2, 1.0)):
+        ran(gamma, live, took)
+    assert choice.choose(rows, left[32]) == 0
+    assert choice.choose(rows, left[2]) == 8
+    ran(8, 2, seconds)
+    assert choice.choose(rows, left[2]) == then
+    assert choice.choose(rows, left[32]) == 0
