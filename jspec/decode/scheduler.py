@@ -76,6 +76,7 @@ class Scheduler:
 
     def resume(self, requests: Sequence[Request]) -> None:
         """Queue requests again, first of all, which have been in slots."""
+        self.prefill.texts.freeze(requests)
         for request in reversed(requests):
             self._queue[request] = None
             self._queue.move_to_end(request, last=False)

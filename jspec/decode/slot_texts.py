@@ -57,6 +57,13 @@ class SlotTexts:
         """The slot has no text any more."""
         self._texts.pop(slot, None)
 
+    def freeze(self, requests: Sequence[Request]) -> None:
+        """The requests have left their slots, whose texts no longer grow with their tokens."""
+        lists = {id(request._tokens) for request in requests}
+        for slot, text in self._texts.items():
+            if id(text.tokens) in lists:
+                self._texts[slot] = text._replace(tokens=list(text.tokens))
+
     def fill(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """The ``requests`` are in ``slots`` from now on."""
         for slot, request in zip(slots, requests, strict=True):

@@ -155,6 +155,19 @@ def test_the_newest_request_waits_where_blocks_run_out(engine, behind, removed):
     assert tuple(request.tokens for request in three) == expected.tokens
 
 
+def test_only_the_text_of_a_slot_grows_that_has_the_request(engine, behind, removed):
+    """A request that lost its slot gets more tokens in another one."""
+    texts, params = engine._scheduler.prefill.texts, SamplingParams(max_new_tokens=250)
+    three = [engine.submit([*prompts((90,))[0], seed], params) for seed in range(3)]
+    while engine.busy:
+        engine.step()
+        for slot, text in texts._texts.items():
+            for request in three:
+                if text.tokens is request._tokens and request.finished is None:
+                    assert engine._runner.slots[slot] is request
+    assert removed
+
+
 def test_a_request_waits_for_blocks_and_not_for_slots(engine, behind):
     """Two have four of five blocks, and the third one needs two; the fourth one, one, waits too."""
     two = [engine.submit(x, SamplingParams(max_new_tokens=40)) for x in prompts((200, 180))]
