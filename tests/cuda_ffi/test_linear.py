@@ -115,7 +115,7 @@ def test_a_row_of_an_exact_matmul_is_that_row_alone(case, kernel):
     np.testing.assert_allclose(
         np.asarray(every, np.float64), in_double(arrays, settings), rtol=3e-2, atol=3e-2
     )
-    for first, count in ((0, 1), (0, 3), (37, 1), (95, 35), (29, 8), (0, 64)):
+    for first, count in ((0, 1), (37, 1), (29, 8), (0, 96)):
         rows = slice(first, first + count)
         alone = run_or_skip(rows_of(arrays, rows), settings, exact=True)
         np.testing.assert_array_equal(alone, every[rows])

@@ -357,6 +357,16 @@ const char* map_of(const void* matrix, cuuint64_t columns, cuuint64_t rows, cuui
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
+// The blocks of a cluster with which the busiest multiprocessor takes the least of so many tiles.
+int balanced_cluster(int tiles, int processors) {
+  const auto most_of = [&](int cluster) { return (tiles * cluster + processors - 1) / processors; };
+  int best = 1;
+  for (int cluster = 2; cluster <= kMostCluster; ++cluster) {
+    if (most_of(cluster) * best < most_of(best) * cluster) best = cluster;
+  }
+  return best;
+}
+
 template <bool gated>
 const char* launch(const Linear& linear, bool early, Stream stream) {
   using Block = Block<gated>;
@@ -366,11 +376,14 @@ const char* launch(const Linear& linear, bool early, Stream stream) {
   if (const char* refused = map_of(linear.kernel, columns, inputs, kStep, &kernel)) return refused;
   const int steps = (inputs + kStep - 1) / kStep, processors = multiprocessors();
   dim3 blocks(1, (linear.rows + kRows - 1) / kRows, (linear.outputs + kColumns - 1) / kColumns);
-  // Splitting the inputs pays where it leaves most multiprocessors with one block. Of an exact
-  // matmul, the split is that of one tile of rows: the order of sums may not follow from the rows.
   const int tiles = blocks.y * blocks.z, most_blocks = processors + processors / 2;
-  const int split_tiles = linear.exact ? blocks.z : tiles;
-  if (split_tiles * kMostCluster <= most_blocks) blocks.x = std::min(steps, kMostCluster);
+  if (linear.exact) {
+    // The order of sums may not follow from the rows.
+    blocks.x = std::min(steps, balanced_cluster(blocks.z, processors));
+  } else if (tiles * kMostCluster <= most_blocks) {
+    // Splitting the inputs pays where it leaves most multiprocessors with one block.
+    blocks.x = std::min(steps, kMostCluster);
+  }
   const int cluster = blocks.x, most_steps = (steps + cluster - 1) / cluster;
   Shares shares{cluster, steps / cluster, steps % cluster, kEights / cluster, kEights % cluster};
   const int eights = (kEights + cluster - 1) / cluster;
