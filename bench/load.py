@@ -21,19 +21,20 @@ CHUNKS_PER_SAMPLE = 4  # chunks of a sample
 
 @dataclasses.dataclass
 class Watch:
-    """Arrival of a request and times of its tokens in seconds, and the size of its first chunk."""
+    """Arrival of a request, and times of its tokens in seconds, with how many there were."""
 
     arrived: float
     times: list[float] = dataclasses.field(default_factory=list)
-    first: int = 0
+    counts: list[int] = dataclasses.field(default_factory=list)
 
     def record(self, tokens: tuple[int, ...], now: float) -> None:
-        self.first = self.first or len(tokens)
+        self.counts.append(len(tokens))
         self.times.append(now)
 
-    def per_token(self, count: int) -> float | None:
-        """Seconds per token after the first chunk, of ``count`` in all; None for no tokens."""
-        rest = count - self.first
+    @property
+    def per_token(self) -> float | None:
+        """Seconds per token after the first chunk; None for no tokens."""
+        rest = sum(self.counts[1:])
         return (self.times[-1] - self.times[0]) / rest if rest else None
 
 
@@ -77,9 +78,8 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
             time.sleep(max(watches[len(submitted)].arrived - now(), 0))
     seconds, tokens = now(), [request.result() for request in submitted]
     after = engine.stats
-    pairs = list(zip(watches, tokens, strict=True))
     first_s = [watch.times[0] - watch.arrived for watch in watches]
-    token_s = [x for watch, text in pairs if (x := watch.per_token(len(text))) is not None]
+    token_s = [x for watch in watches if (x := watch.per_token) is not None]
     return Load(
         tokens,
         {
@@ -87,6 +87,7 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
             "tokens_per_s": sum(map(len, tokens)) / seconds,
             "requests_per_s": len(requests) / seconds,
             "full_tokens_per_s": _while_full(samples, engine.slots, len(requests)),
+            **phases(watches, engine.slots),
             "token_s": token_s,
             "first_token_s": first_s,
             "mean_accepted_length": (after.committed - before.committed)
@@ -96,6 +97,21 @@ def serve(engine: jspec.Engine, requests: Sequence[PromptAndParams], at: np.ndar
             "compilations": after.compilations - before.compilations,
         },
     )
+
+
+def phases(watches: Sequence[Watch], slots: int) -> dict[str, float]:
+    """Seconds until half of the slots are free for good, and tokens a second of the rest of all."""
+    ends = sorted(watch.times[-1] for watch in watches)
+    half = ends[max(len(ends) - 1 - slots // 2, 0)]
+    rest = [
+        count
+        for watch in watches
+        for count, at in zip(watch.counts, watch.times, strict=True)
+        if at > half
+    ]
+    if not rest:
+        return {"half_free_s": half}
+    return {"half_free_s": half, "tail_tokens_per_s": sum(rest) / (ends[-1] - half)}
 
 
 def _while_full(samples: list[tuple[float, int, int]], slots: int, count: int) -> float | None:

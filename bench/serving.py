@@ -4,7 +4,8 @@ Two mixes, after figures 9 and 11 of Yue et al. 2026: *reasoning*, short prompts
 and *long-context*, long prompts and short answers. Lengths are ragged, half above and below those
 of the case at most. Load: *full*, all requests at once, or Poisson arrivals at a share of the
 requests a second that plain decoding serves at full load, whatever is served by then (open loop).
-The bundled model answers real texts.
+*rollout*: all at once, one answer in eight is long, the others have a sixteenth of its tokens; the
+third of three rollouts is measured. The bundled model answers real texts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from bench.texts import texts
 from jspec.cli.compile_cache import keep_programs
 from jspec.decode.options import usual_steps
 
-MIXES = {"reasoning": (256, 1024), "long-context": (8192, 128)}  # prompt and new tokens
+ROLLOUT = "rollout"
+ROLLOUTS = 3  # of which the last is measured
+# Prompt and new tokens.
+MIXES = {"reasoning": (256, 1024), "long-context": (8192, 128), ROLLOUT: (256, 1024)}
 SHARES = (0.5, 0.8)  # of the requests a second of plain decoding
 CHECKED = 4  # requests that are decoded alone as well, as many as `bench.real.check.ROWS`
 DRAFTS = ("ngram", "streaming", "vegas", "suffix>vegas")
@@ -103,7 +107,8 @@ class Trial:
             return
         rate: float = self.rate or full.figures["requests_per_s"]
         self.rate, loads = rate, {}
-        for share in SHARES[: 1 if settings.quick else None]:
+        shares = () if self.case["mix"] == ROLLOUT else SHARES
+        for share in shares[: 1 if settings.quick else None]:
             at = arrivals(len(self.requests), share * rate, seed=1)
             loads[f"{share:.0%}"] = serve(engine, self.requests, at)
         del engine  # its memory is needed
@@ -134,7 +139,10 @@ class Trial:
             gamma=self._gamma(name),
         )
         engine.warm_up()
-        return serve(engine, self.requests, np.zeros(len(self.requests))), engine
+        at_once = np.zeros(len(self.requests))
+        for _ in range(ROLLOUTS - 1 if self.case["mix"] == ROLLOUT else 0):
+            serve(engine, self.requests, at_once)
+        return serve(engine, self.requests, at_once), engine
 
     def _gamma(self, name: str) -> Any:
         """The gamma of the engine; None for the drafter's usual one."""
@@ -168,6 +176,9 @@ def figures_of(load: Load) -> Row:
     """The figures of a row: those of its table, and all of a load."""
     figures = load.figures
     row: Row = {"tokens_per_s": figures["tokens_per_s"], "length": figures["mean_accepted_length"]}
+    for name in ("half_free_s", "tail_tokens_per_s"):
+        if name in figures:
+            row[name] = figures[name]
     for name in ("token", "first_token"):  # medians
         if figures[f"{name}_s"]:
             row[f"{name}_ms"] = 1e3 * statistics.median(figures[f"{name}_s"])
@@ -178,6 +189,8 @@ def requests_of(case: Case, tokenizer: jspec.Tokenizer) -> list[PromptAndParams]
     """Greedy requests of ragged lengths, about real texts."""
     rng, count = np.random.default_rng(0), case["requests"]
     share = rng.uniform(0.5, 1.5, (2, count))
+    if case["mix"] == ROLLOUT:
+        share[1] = np.where(np.arange(count) % 8 == 7, 1, 1 / 16)
     lengths, news = np.maximum((share.T * (case["S"], case["new"])).astype(int), 2).T.tolist()
     whole = texts(tokenizer, range(count), max(lengths))
     prompts = [text[:length] for text, length in zip(whole, lengths, strict=True)]

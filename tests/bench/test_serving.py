@@ -14,6 +14,7 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft
 from jspec.decode.engine import Engine
 from jspec.decode.settings import StepConfig
+from jspec.models.bundled import bundled_path
 from tests.decode.common import prompts
 
 
@@ -30,10 +31,38 @@ def test_tokens_are_timed_from_the_first_chunk_to_the_last():
     assert not watch.times
     for count, now in ((3, 2.0), (4, 3.0), (2, 5.0)):
         watch.record((0,) * count, now)
-    assert watch.per_token(9) == pytest.approx(3.0 / 6)
+    assert watch.per_token == pytest.approx(3.0 / 6)
     one = load.Watch(0.0)
     one.record((1, 2), 1.0)
-    assert one.per_token(2) is None
+    assert one.per_token is None
+
+
+def test_the_phases_of_a_rollout_part_when_half_of_the_slots_are_free():
+    ends = [
+        [(1.0, 3)],
+        [(1.0, 2), (2.0, 2)],
+        [(3.0, 9)],
+        [(3.0, 4), (5.0, 8)],
+        [(3.0, 1), (7.0, 4)],
+    ]
+    watches = [load.Watch(0.0) for _ in ends]
+    for watch, records in zip(watches, ends, strict=True):
+        for at, count in records:
+            watch.record((0,) * count, at)
+    result = load.phases(watches, slots=4)
+    assert result == {"half_free_s": 3.0, "tail_tokens_per_s": pytest.approx((8 + 4) / 4.0)}
+    assert load.phases(watches[:2], slots=4) == {
+        "half_free_s": 1.0,
+        "tail_tokens_per_s": pytest.approx(2.0),
+    }
+    assert load.phases(watches[:1], slots=1) == {"half_free_s": 1.0}
+
+
+def test_a_rollout_has_one_long_answer_in_eight():
+    case = BENCHMARK.case("mix=rollout,B=4,S=16,new=64,requests=16")
+    tokenizer = jspec.load_tokenizer(bundled_path())
+    news = [params.max_new_tokens for _, params in serving.requests_of(case, tokenizer)]
+    assert news == ([4] * 7 + [64]) * 2
 
 
 def test_a_speed_while_all_slots_are_busy():
