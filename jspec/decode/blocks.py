@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,9 +18,21 @@ from jspec.policies import Dense, Streaming
 from jspec.sharding import explicit_mesh_sharding, put
 
 
+class Beginning(NamedTuple):
+    """How the text of a slot begins: with the first ``tokens`` of what another ``slot`` has.
+
+    ``is_new``: whether that one is filled together with it, and first.
+    """
+
+    slot: int = 0
+    tokens: int = 0
+    is_new: bool = False
+
+
 class Blocks:
     """Which blocks the slots of a batch have, from their first positions on.
 
+    Slots whose texts begin alike share whole blocks of that, which no slot writes again.
     The blocks of a slot without a request are taken where others need them, those first whose slot
     was filled longest ago: until then its text can be found by prompts that begin alike.
 
@@ -36,13 +49,18 @@ class Blocks:
         self._on_release = on_release
         self._table = np.full((slots, capacity // BLOCK), -1, np.int32)
         self._numbers = [0] * slots  # of blocks of each slot
+        self._users = np.zeros(count, np.int32)  # slots that have each block
         self._free = list(range(count))
+        self._begun: dict[int, int] = {}  # blocks of others that slots begin with, just filled
         self._order: dict[int, None] = {}  # slots, the one that was filled last at the end
         self._is_placed = True  # on the device, where a new table has no block either
 
     def unused(self, idle: Collection[int]) -> int:
-        """Blocks that no slot has but those of ``idle`` slots."""
-        return len(self._free) + sum(self._numbers[slot] for slot in idle)
+        """Blocks that no slot has but ``idle`` ones."""
+        users = self._users.copy()
+        for slot in idle:
+            users[self._blocks(slot)] -= 1
+        return int(np.count_nonzero(users == 0))
 
     def missing(self, slot: int, positions: int) -> int:
         """How many blocks a slot lacks for so many positions."""
@@ -52,11 +70,38 @@ class Blocks:
         """The one of ``slots`` that was filled last."""
         return next(slot for slot in reversed(self._order) if slot in slots)
 
-    def fill(self, slot: int, positions: int, idle: Collection[int]) -> None:
-        """`reserve` for another request, in place of what the slot had."""
-        self.release(slot)
-        self._order[slot] = None
-        self.reserve(slot, positions, idle)
+    def fill(
+        self,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        beginnings: Sequence[Beginning],
+        idle: Collection[int],
+    ) -> None:
+        """`reserve` for other requests, in place of what ``slots`` had.
+
+        Until `placed` is called twice, the first time `hiding` what they share with others.
+        """
+        # Before any slot is released, so that what is shared stays.
+        shared = [None if x.is_new else self._taken(x) for x in beginnings]
+        for slot in slots:
+            self.release(slot)
+        self._begun = {}
+        each = zip(slots, positions, beginnings, shared, strict=True)
+        for slot, count, beginning, blocks in each:
+            blocks = self._taken(beginning) if blocks is None else blocks
+            self._order[slot], self._numbers[slot] = None, len(blocks)
+            self._table[slot, : len(blocks)] = blocks
+            self._begun[slot] = len(blocks)
+            self.reserve(slot, count, idle)
+
+    def _taken(self, beginning: Beginning) -> np.ndarray:
+        """The whole blocks of a beginning, which one slot more has."""
+        blocks = self._blocks(beginning.slot)[: beginning.tokens // BLOCK].copy()
+        self._users[blocks] += 1
+        return blocks
+
+    def _blocks(self, slot: int) -> np.ndarray:
+        return self._table[slot, : self._numbers[slot]]
 
     def reserve(self, slot: int, positions: int, idle: Collection[int]) -> None:
         """Give a slot the blocks that it lacks for so many positions.
@@ -70,24 +115,35 @@ class Blocks:
             new = [self._free.pop() for _ in range(missing)]
             self._table[slot, number : number + missing] = new
             self._numbers[slot] += missing
+            self._users[new] = 1
             self._is_placed = False
 
     def release(self, slot: int) -> None:
         """Take the blocks of a slot, which others may have."""
         self._order.pop(slot, None)
-        if number := self._numbers[slot]:
-            self._free.extend(self._table[slot, :number].tolist())
+        if self._numbers[slot]:
+            blocks = self._blocks(slot).copy()
+            self._users[blocks] -= 1
+            self._free.extend(blocks[self._users[blocks] == 0].tolist())
             self._table[slot], self._numbers[slot] = -1, 0
             self._is_placed = False
             self._on_release(slot)
 
-    def placed(self, state: DecodeState) -> DecodeState:
-        """``state`` with this block table on the device."""
+    def placed(self, state: DecodeState, *, hiding: bool = False) -> DecodeState:
+        """``state`` with this block table on the device.
+
+        ``hiding``: without the blocks that slots have just begun to share, so that what fills these
+        slots does not write them.
+        """
         if self._is_placed:
             return state
-        self._is_placed = True
         # A copy: an array on a CPU may share memory with what it was made of.
-        table = put(self._table.copy(), state.done.sharding)
+        table = self._table.copy()
+        self._is_placed = not (hiding and any(self._begun.values()))
+        if hiding:
+            for slot, count in self._begun.items():
+                table[slot, :count] = -1
+        table = put(table, state.done.sharding)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=table))
 
 

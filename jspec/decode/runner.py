@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
+from jspec.cache.layout import BLOCK
 from jspec.config import SamplingMode
-from jspec.decode.blocks import Blocks, blocks_of
+from jspec.decode.blocks import Beginning, Blocks, blocks_of
 from jspec.decode.checks import MODES, strongest
 from jspec.decode.chunks import Chunks
 from jspec.decode.on_mesh import agreed
@@ -122,7 +123,7 @@ class Runner:
 
     def fill(self, state: DecodeState, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Continue with ``state``, in which the prompts of ``requests`` are in ``slots``."""
-        self.state = state
+        self.state = state if self.blocks is None else self.blocks.placed(state)
         for slot, request in zip(slots, requests, strict=True):
             self.slots[slot], self._is_done[slot] = request, False
         self.chunks.renew(list(slots))
@@ -148,30 +149,36 @@ class Runner:
             self.remove(request)
         return removed
 
-    def fitting(self, requests: Sequence[Request]) -> int:
+    def fitting(self, requests: Sequence[Request], beginnings: Sequence[Beginning]) -> int:
         """For how many of the first ``requests`` there are blocks up to their first chunk's end.
 
-        Blocks that those in slots need in their next chunk do not count.
+        Blocks that those in slots need in their next chunk do not count. ``beginnings``: of the
+        text of each.
         """
         if self.blocks is None:
             return len(requests)
-        room = self.blocks.unused(self.free) - self._missing_blocks(len(self.chunks.running) + 1)
-        for count, request in enumerate(requests):
+        free = set(self.free)
+        room = self.blocks.unused(free) - self._missing_blocks(len(self.chunks.running) + 1)
+        for count, (request, beginning) in enumerate(zip(requests, beginnings, strict=True)):
             room -= blocks_of(self._positions(request, 1))
+            if beginning.is_new or beginning.slot not in free:
+                room += beginning.tokens // BLOCK
             if room < 0:
                 return count
         return len(requests)
 
-    def reserve(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Reserve blocks for ``requests``, which are `fitting`, before they fill ``slots``."""
+    def reserve(
+        self, slots: Sequence[int], requests: Sequence[Request], beginnings: Sequence[Beginning]
+    ) -> None:
+        """Reserve blocks for ``requests``, which are `fitting`, before they fill ``slots``.
+
+        ``beginnings``: of the text of each.
+        """
         if self.blocks is None:
             return
-        idle = {*self.free} - {*slots}
-        for slot in slots:
-            self.blocks.release(slot)
-        for slot, request in zip(slots, requests, strict=True):
-            self.blocks.fill(slot, self._positions(request, 1), idle)
-        self.state = self.blocks.placed(self.state)
+        positions = [self._positions(request, 1) for request in requests]
+        self.blocks.fill(slots, positions, beginnings, {*self.free} - {*slots})
+        self.state = self.blocks.placed(self.state, hiding=True)
 
     def _positions(self, request: Request, chunks: float) -> int:
         """Positions of a request after so many chunks more than were read, at most."""

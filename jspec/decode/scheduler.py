@@ -55,8 +55,7 @@ class Scheduler:
             needs_slot = self._is_short(request)
         else:
             return False
-        has_slot = self._runner.free and self._runner.fitting([request])
-        return not needs_slot or bool(has_slot)
+        return not needs_slot or (bool(self._runner.free) and self._fits(request))
 
     @property
     def requests(self) -> list[Request]:
@@ -124,10 +123,10 @@ class Scheduler:
                 prefill.advance(prefill.current_row)
             if prefill.current_row.left > 0 or not self._runner.free:
                 break
-            if not self._runner.fitting([request]):
+            if not self._fits(request):
                 break
             slot = prefill.texts.by_age(self._runner.free)[0]
-            self._runner.reserve([slot], [request])
+            self._runner.reserve([slot], [request], prefill.beginnings([slot], [request]))
             state = prefill.insert(self._runner.state, slot, request)
             self._fill(state, [slot], [request])
             self._incoming = None
@@ -145,7 +144,8 @@ class Scheduler:
         while free := self.prefill.texts.by_age(self._runner.free):
             candidates = choose(self._is_short, itertools.islice(self._queue, LOOKAHEAD_REQUESTS))
             group = list(itertools.islice(candidates, min(len(free), MAX_REQUESTS)))
-            group = group[: self._runner.fitting(group)]
+            beginnings = self.prefill.beginnings(free[: len(group)], group)
+            group = group[: self._runner.fitting(group, beginnings)]
             if not group:
                 break
             prompts = [request._known for request in group]
@@ -155,7 +155,7 @@ class Scheduler:
                 break
             spent_tokens += rows * size
             group, slots, prompts = group[:count], free[:count], prompts[:count]
-            self._runner.reserve(slots, group)
+            self._runner.reserve(slots, group, beginnings[:count])
             state = self.prefill.fill(self._runner.state, rows, size, slots, group)
             self._fill(state, slots, group)
             different = {prompt.tobytes(): len(prompt) for prompt in prompts}
@@ -174,6 +174,11 @@ class Scheduler:
             request._known, self._runner.state, records=request._needs_prompt_record
         )
         return request
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there are blocks for a request, if a slot is free."""
+        slots = self._runner.free[:1]
+        return bool(self._runner.fitting([request], self.prefill.beginnings(slots, [request])))
 
     def _is_short(self, request: Request) -> bool:
         return not request._needs_prompt_record and self.prefill.is_short(request._known)

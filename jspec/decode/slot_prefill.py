@@ -13,6 +13,7 @@ import numpy as np
 
 from jspec.cache import Cache
 from jspec.config import SamplingParams
+from jspec.decode.blocks import Beginning
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import (
@@ -328,6 +329,21 @@ class SlotPrefill:
     def drop(self, tokens: np.ndarray) -> bool:
         """Free a prefix; False where these tokens are none."""
         return self._prefixes.pop(tuple(tokens.tolist()), None) is not None
+
+    def beginnings(self, slots: Sequence[int], requests: Sequence[Request]) -> list[Beginning]:
+        """What each of ``requests`` that fill ``slots`` begins with that a slot has."""
+        if self._cache_blocks is None or not self._finds_prefixes:
+            return [Beginning()] * len(slots)
+        first: dict[bytes, int] = {}
+        found = []
+        for slot, request in zip(slots, requests, strict=True):
+            prompt = request._known
+            equal = first.setdefault(prompt.tobytes(), slot)
+            if equal == slot:
+                found.append(Beginning(*self.texts.slot_with(prompt)))
+            else:
+                found.append(Beginning(equal, len(prompt) - 1, is_new=True))
+        return found
 
     def _longest(self, prompt: np.ndarray) -> Row | None:
         """The longest shared prefix that the prompt begins with."""

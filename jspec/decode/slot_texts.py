@@ -78,7 +78,9 @@ class SlotTexts:
     def slot_with(self, prompt: np.ndarray) -> tuple[int, int]:
         """The slot that has the most first tokens of ``prompt``, and how many."""
         only = self._only_prefilled
-        texts = ((slot, x.cached(only_prefilled=only)) for slot, x in self._texts.items())
+        # Most texts begin otherwise, which is known without looking at their tokens.
+        alike = ((slot, x) for slot, x in self._texts.items() if _begins(prompt, x.prompt[:SHARED]))
+        texts = ((slot, x.cached(only_prefilled=only)) for slot, x in alike)
         shared = ((slot, self.shared_tokens(prompt, text)) for slot, text in texts)
         return max(shared, key=lambda pair: pair[1], default=(0, 0))
 
@@ -93,3 +95,7 @@ class SlotTexts:
         # The page after them may summarise positions that the prompt does not have.
         count -= count % self._unit
         return count if count >= SHARED else 0
+
+
+def _begins(prompt: np.ndarray, text: np.ndarray) -> bool:
+    return np.array_equal(prompt[: len(text)], text)

@@ -13,10 +13,11 @@ import pytest
 import jspec
 from jspec.cache.layout import BLOCK
 from jspec.config import SamplingParams
-from jspec.decode.blocks import Blocks
+from jspec.decode.blocks import Beginning, Blocks
 from jspec.decode.draft import GuidedDraft, NgramDraft, SelfDraft
 from jspec.decode.engine import Engine
 from jspec.decode.request import Request
+from jspec.decode.runner import Runner
 from jspec.helix import HelixConfig, shard
 from jspec.policies import ExactTopK, Quest, SparseSpec, Vegas
 from tests.conftest import ONE_LAYER, make_decoder
@@ -64,10 +65,11 @@ def removed(monkeypatch) -> list:
 
 
 def held(engine: Engine) -> list[int]:
-    """The blocks of all slots; each is there once."""
+    """The blocks of all slots; each of these or of the free ones is there."""
     blocks = engine._runner.blocks
     table = blocks._table[blocks._table >= 0].tolist()
-    assert sorted([*table, *blocks._free]) == list(range(engine.cache_blocks))
+    assert sorted([*{*table}, *blocks._free]) == list(range(engine.cache_blocks))
+    assert blocks._users.tolist() == [table.count(x) for x in range(engine.cache_blocks)]
     return table
 
 
@@ -171,11 +173,13 @@ def test_only_the_text_of_a_slot_grows_that_has_the_request(engine, behind, remo
 def test_a_request_waits_for_blocks_and_not_for_slots(engine, behind):
     """Two have four of five blocks, and the third one needs two; the fourth one, one, waits too."""
     two = [engine.submit(x, SamplingParams(max_new_tokens=40)) for x in prompts((200, 180))]
-    last = [
-        engine.submit(x, SamplingParams(max_new_tokens=6)) for x in ([*prompts((200,))[0]], [1])
-    ]
+    params = SamplingParams(max_new_tokens=6)
+    last = [engine.submit(prompts((200,), seed=3)[0], params)]
     while not all(x.tokens for x in two) or engine._scheduler.can_prefill:
         engine.step()
+    last.append(engine.submit([1], params))
+    engine.step()
+    assert not engine._scheduler.can_prefill
     assert None in engine._runner.slots
     assert not any(x.tokens or x.finished for x in last)
     assert not any(x.finished for x in two)
@@ -273,14 +277,65 @@ def test_requests_that_fill_slots_together_may_take_the_blocks_of_each_other(eng
     runner = engine._runner
     for slot in range(3):
         runner.blocks.release(slot)
-    runner.blocks.fill(1, 4 * BLOCK, ())
-    runner.blocks.fill(2, 1, ())
+    runner.blocks.fill([1, 2], [4 * BLOCK, 1], [Beginning()] * 2, ())
     prompt = np.zeros(BLOCK, np.int32)
     two = [Request(prompt, SamplingParams(max_new_tokens=9, seed=0), (), None) for _ in range(2)]
-    assert runner.fitting([*two, two[0]]) == 2
-    runner.reserve([0, 1], two)
+    assert runner.fitting([*two, two[0]], [Beginning()] * 3) == 2
+    runner.reserve([0, 1], two, [Beginning()] * 2)
     assert (runner.blocks._table >= 0).sum(axis=1).tolist() == [2, 2, 1]
     held(engine)
+
+
+@pytest.fixture
+def tables(monkeypatch) -> list:
+    """Block tables on the device: what fills slots sees, and what is there after it."""
+    observed, fill, reserve = [], Runner.fill, Runner.reserve
+
+    def wrapped(function):
+        def run(self, *args):
+            function(self, *args)
+            if self.blocks is not None:  # as in `generate`
+                table = np.array(self.state.cache.table)
+                observed.append((table, self.blocks._table.copy()))
+
+        return run
+
+    monkeypatch.setattr(Runner, "fill", wrapped(fill))
+    monkeypatch.setattr(Runner, "reserve", wrapped(reserve))
+    return observed
+
+
+@pytest.mark.parametrize("chunk", [64, 320])
+def test_texts_that_begin_alike_share_blocks(engine, behind, tables, chunk):
+    """Three answers to a prompt of two whole blocks and a part; each has one block of its own.
+
+    One by one after a prefill in pieces, and together.
+    """
+    size = 270
+    if chunk != 64:
+        engine = engine_of(engine.model, "none", **SIZES | {"prefill_chunk": chunk})
+    prompt, whole = prompts((size,))[0], size // BLOCK
+    params = [SamplingParams(max_new_tokens=40, seed=seed, temperature=1) for seed in range(3)]
+    three = [engine.submit(prompt, x) for x in params]
+    while not all(request.tokens for request in three):
+        engine.step()
+    assert not any(request.finished for request in three)
+    table = held(engine)
+    hidden, there = tables[-2:]
+    assert (hidden[0] != hidden[1]).sum() == whole * (1 if chunk == 64 else 2)
+    assert (hidden[0][hidden[0] != hidden[1]] == -1).all()
+    np.testing.assert_array_equal(*there)
+    assert len(table) == 3 * (whole + 1)
+    assert len({*table}) == whole + 3
+    later = engine.submit([*prompt, 7, 8], SamplingParams(max_new_tokens=4))
+    while engine.busy:
+        poison(engine)
+        engine.step()
+        held(engine)
+    expected = jspec.generate(engine.model, [prompt] * 3, params, draft=None).tokens
+    assert tuple(request.tokens for request in three) == expected
+    alone_of = jspec.generate(engine.model, [[*prompt, 7, 8]], later.params, draft=None)
+    assert later.tokens == alone_of.tokens[0]
 
 
 # --- the host's side ------------------------------------------------------------------------------
@@ -289,17 +344,42 @@ def test_requests_that_fill_slots_together_may_take_the_blocks_of_each_other(eng
 def test_blocks_of_idle_slots_are_taken_oldest_first():
     released = []
     blocks = Blocks(3, 4 * BLOCK, 6, released.append)
-    blocks.fill(1, 2 * BLOCK, [0, 2])
-    blocks.fill(0, 2 * BLOCK + 1, [2])
+
+    def fill(slot, positions, idle):
+        blocks.fill([slot], [positions], [Beginning()], idle)
+
+    fill(1, 2 * BLOCK, [0, 2])
+    fill(0, 2 * BLOCK + 1, [2])
     assert (blocks.unused([]), blocks.unused([1])) == (1, 3)
     assert blocks.missing(1, 2 * BLOCK) == 0
     assert blocks.missing(1, 2 * BLOCK + 1) == 1
-    blocks.fill(2, BLOCK, [0, 1])
+    fill(2, BLOCK, [0, 1])
     assert not released
     blocks.reserve(2, 2 * BLOCK, [0, 1])
     assert released == [1]
     assert (blocks._table >= 0).sum(axis=1).tolist() == [3, 0, 2]
-    blocks.fill(0, BLOCK, [1])
+    fill(0, BLOCK, [1])
     assert released == [1, 0]
     assert blocks.newest([0, 2]) == 0
     assert len({*blocks._table[blocks._table >= 0]}) == 3
+
+
+def test_whole_blocks_are_shared_and_free_when_no_slot_has_them():
+    blocks = Blocks(4, 4 * BLOCK, 6, lambda slot: None)
+    blocks.fill([0], [3 * BLOCK], [Beginning()], ())
+    # The second slot begins as the first one, and the third one as the second one, which is new.
+    begin = [Beginning(0, 2 * BLOCK + 5), Beginning(1, 2 * BLOCK, is_new=True)]
+    blocks.fill([1, 2], [2 * BLOCK + 9, 2 * BLOCK], begin, ())
+    table = blocks._table
+    assert (table[1, :2] == table[0, :2]).all()
+    assert (table[2, :2] == table[0, :2]).all()
+    assert table[1, 2] not in table[0]
+    assert (blocks.unused([]), blocks.unused([0]), blocks.unused([0, 1])) == (2, 3, 4)
+    # A slot that is filled again may begin with what it had itself.
+    blocks.fill([0], [2 * BLOCK], [Beginning(0, BLOCK)], ())
+    assert table[0, 0] == table[1, 0]
+    assert table[0, 1] != table[1, 1]
+    for slot in (0, 1, 2):
+        blocks.release(slot)
+    assert blocks.unused([]) == 6
+    assert not blocks._users.any()
