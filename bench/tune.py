@@ -121,9 +121,9 @@ def refined(
     """The rules of ``before``, each fitted to the points that it applies to.
 
     A rule that applies to no point stays as it is, and so does one that costs no more than what is
-    fitted. What costs less holds up to the largest sizes that were measured for it, and the rule
-    that it was fitted in place of stays for larger ones. Rules have no lower bounds: it holds for
-    smaller sizes too. A rule that the next one repeats is dropped.
+    fitted. What costs less holds up to the sizes that were measured for it, and the rule that it
+    was fitted in place of stays for larger ones. Rules have no lower bounds: it holds for smaller
+    sizes too. A rule that the next one repeats is dropped.
 
     Args:
         operation: whose backends are ordered.
@@ -151,20 +151,35 @@ def refined(
 
 
 def _bounded(fitted: Sequence[Rule], points: Sequence[Point], before: Rule) -> list[Rule]:
-    """The rules fitted to ``points``, each up to the largest sizes of those that it applies to.
+    """The rules fitted to ``points``, each up to the sizes of those points that it applies to.
 
-    ``before`` is the rule that these points reach. A size by which they are cut keeps that bound. A
-    rule that would only change what comes after the first backend of ``before`` takes its order.
+    ``before`` is the rule that these points reach. A rule that would only change what comes after
+    the first backend of ``before`` takes its order.
     """
     rules, rest = list[Rule](), list(points)
     for rule in fitted:
         reached = [point for point in rest if _applies(rule, point)]
         rest = [point for point in rest if not _applies(rule, point)]
-        largest = {x: max(point.sizes[x] for point in reached) for x in _shared_sizes(reached)}
         is_same = rule.take[0] == before.take[0] and set(rule.take) <= set(before.take)
         take = before.take if is_same else rule.take
-        rules.append(Rule(largest | dict(rule.up_to), take))
+        rules += [Rule(sizes, take) for sizes in _largest(reached)]
+    while rules and list(rules[-1].take) == list(before.take):
+        rules.pop()  # ``before`` follows
     return rules
+
+
+def _largest(points: Sequence[Point]) -> list[dict[str, int]]:
+    """The sizes of points that no other point has, or exceeds, all of."""
+    names = _shared_sizes(points)
+    every = dict.fromkeys(tuple(point.sizes[name] for name in names) for point in points)
+    return [
+        dict(zip(names, sizes, strict=True))
+        for sizes in every
+        if not any(
+            other != sizes and all(x >= y for x, y in zip(other, sizes, strict=True))
+            for other in every
+        )
+    ]
 
 
 def _shared_sizes(points: Sequence[Point]) -> list[str]:

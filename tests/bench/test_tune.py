@@ -91,18 +91,18 @@ def test_a_rule_stays_for_what_was_not_measured():
     before = [Rule({"batch": 99}, ["two", "xla"]), Rule({}, ["xla"])]
     points = [point(batch, 2, two=1 + (batch < 64), one=1 + (batch >= 64)) for batch in (1, 8, 64)]
     assert refined(TOY, points, before) == [
-        Rule({"gamma": 2, "batch": 22}, ["one", "two", "xla"]),
+        Rule({"batch": 8, "gamma": 2}, ["one", "two", "xla"]),
         Rule({"batch": 64, "gamma": 2}, ["two", "one", "xla"]),
         *before,
     ]
 
 
 def test_a_choice_holds_up_to_the_largest_sizes_measured_for_it():
-    """A cut lies halfway; of small batches, drafts of two tokens alone were measured. Of large ones
-    the table has the best backend, and its order stays."""
+    """Of small batches, drafts of two tokens alone were measured. Of large ones the table has the
+    best backend, and its order stays. In a new table a cut lies halfway."""
     before = [Rule({}, ["two", "one", "xla"])]
     points = [point(1, 2, one=1.0, two=2.0), point(64, 8, one=2.0, two=1.0, xla=1.5)]
-    small = Rule({"batch": 8, "gamma": 2}, ["one", "two", "xla"])
+    small = Rule({"batch": 1, "gamma": 2}, ["one", "two", "xla"])
     assert refined(TOY, points, before) == [small, *before]
     assert refined(TOY, points, None) == [
         Rule({"batch": 8}, small.take),
@@ -115,6 +115,18 @@ def test_a_rule_stays_for_values_below_its_bound_that_were_not_measured():
     points = [point(batch, 2, two=2.0, one=1.0) for batch in (1, 8)]
     best = Rule({"gamma": 2, "batch": 8}, ["one", "two", "xla"])
     assert refined(TOY, points, before) == [best, *before]
+
+
+def test_a_choice_holds_for_sizes_that_were_measured_together():
+    before = [Rule({}, ["two", "one", "xla"])]
+    measured = ((1, 2), (8, 2), (1, 4), (2, 4))
+    points = [point(*sizes, one=1.0, two=2.0) for sizes in measured]
+    best = ["one", "two", "xla"]
+    assert refined(TOY, points, before) == [
+        Rule({"batch": 8, "gamma": 2}, best),
+        Rule({"batch": 2, "gamma": 4}, best),
+        *before,
+    ]
 
 
 def test_a_rule_that_the_next_one_repeats_is_dropped():

@@ -73,12 +73,11 @@ def test_a_chain_says_which_matmul_no_kernel_takes():
 
 
 @pytest.mark.parametrize("table", [x for x in tuned.tables().values() if x.compute_capability])
-def test_large_matmuls_are_of_triton_and_small_ones_of_cuda(table):
-    for sizes, first in (((4096, 24576), "triton"), ((576, 3072), "cuda"), ((896, 9728), "cuda")):
-        inputs, outputs = sizes
+def test_matmuls_are_of_triton_whose_kernels_have_passed_on_a_gpu(table):
+    for inputs, outputs in ((4096, 24576), (576, 3072), (896, 9728)):
         kernel = SHAPE((inputs, outputs), jnp.bfloat16)
         order = table.order(
             "exact_linear", EXACT_LINEAR.sizes(SHAPE((1, inputs), "bfloat16"), kernel)
         )
         assert order is not None
-        assert order[0] == first
+        assert order[0] == "triton"
