@@ -83,7 +83,7 @@ CHANGES = {
     "verify/verify_ffi.cc": {"verify"},
     "verify/row.h": {"verify", "pack"},
     "select/keys.h": {"select", "hashed"},
-    "common/host_device.h": {"verify", "pack", "select", "hashed"},
+    "common/host_device.h": {"verify", "pack", "select", "hashed", "exchange"},
     "common/ffi.h": set(SUBJECTS),
     "common/launch.h": set(SUBJECTS),
     "common/version_ffi.cc": set(SUBJECTS),

@@ -299,7 +299,7 @@ def test_a_device_without_memory_says_how_large_the_engine_is(sharp, monkeypatch
     def exhausted(*args, **settings):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr("jspec.decode.slot_prefill.start_decoding", exhausted)
+    monkeypatch.setattr("jspec.decode.slot_prefill.start_empty", exhausted)
     with pytest.raises(MemoryError, match="2 slots of 40 positions; lower slots or capacity, or p"):
         make(sharp)
 
