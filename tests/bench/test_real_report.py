@@ -296,13 +296,18 @@ def test_the_speeds_of_the_committed_tables_are_those_of_the_results():
 DEVICES = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 
 
-def of_trees(*speeds, **rest):
-    """Plain decoding in 2 ms, and the drafters of a cell that commit 3 tokens a step, by ms."""
+def of_trees(*speeds, later=(), **rest):
+    """Plain decoding in 2 ms, and the drafters of a cell that commit 3 tokens a step, by ms.
+
+    ``later``: those of a second run.
+    """
     case = {"model": branches.NAMED["model"], "B": 12, "S": 2048, "gamma": 15, "new": 128} | rest
     case = {"sampling": "t0.8"} | case
-    rows = [row("none", 2, case=case)]
-    rows += [row(name, ms, per_step=3, case=case) for name, ms in speeds]
-    return [Run("h200", "real", "", real_cells.joined([result(rows)]))]
+    runs = []
+    for of_run in (speeds, later) if later else (speeds,):
+        drafted = [row(name, ms, per_step=3, case=case) for name, ms in of_run]
+        runs.append(result([row("none", 2, case=case), *drafted]))
+    return [Run("h200", "real", "", real_cells.joined(runs))]
 
 
 def test_trees_pay_where_they_reach_what_was_asked():
@@ -320,6 +325,13 @@ def test_trees_pay_where_they_reach_what_was_asked():
     ]
     lost = branches.timed(of_trees(*speeds, ("ngram-tree", 3)))
     assert "1.00 times as many, less than 1.15, which was asked for: trees stay exp" in lost
+
+
+def test_a_tree_is_compared_with_the_chains_of_its_own_run():
+    speeds = ("ngram-1", 3), ("ngram-tree", 2)
+    assert branches.timed(of_trees(*speeds, later=[("ngram-tree", 1)])) == branches.timed(
+        of_trees(*speeds)
+    )
 
 
 @pytest.mark.parametrize(
