@@ -82,20 +82,20 @@ class Blocks:
         Until `placed` is called twice, the first time `hiding` what they share with others.
         """
         # Before any slot is released, so that what is shared stays.
-        shared = [None if x.is_new else self._taken(x) for x in beginnings]
+        shared = [None if x.is_new else self._share(x) for x in beginnings]
         for slot in slots:
             self.release(slot)
         self._begun = {}
         each = zip(slots, positions, beginnings, shared, strict=True)
         for slot, count, beginning, blocks in each:
-            blocks = self._taken(beginning) if blocks is None else blocks
+            blocks = self._share(beginning) if blocks is None else blocks
             self._order[slot], self._numbers[slot] = None, len(blocks)
             self._table[slot, : len(blocks)] = blocks
             self._begun[slot] = len(blocks)
             self.reserve(slot, count, idle)
 
-    def _taken(self, beginning: Beginning) -> np.ndarray:
-        """The whole blocks of a beginning, which one slot more has."""
+    def _share(self, beginning: Beginning) -> np.ndarray:
+        """The whole blocks of a beginning, counted for one slot more."""
         blocks = self._blocks(beginning.slot)[: beginning.tokens // BLOCK].copy()
         self._users[blocks] += 1
         return blocks

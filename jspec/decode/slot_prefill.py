@@ -335,15 +335,15 @@ class SlotPrefill:
         if self._cache_blocks is None or not self._finds_prefixes:
             return [Beginning()] * len(slots)
         first: dict[bytes, int] = {}
-        found = []
+        beginnings = []
         for slot, request in zip(slots, requests, strict=True):
             prompt = request._known
             equal = first.setdefault(prompt.tobytes(), slot)
             if equal == slot:
-                found.append(Beginning(*self.texts.slot_with(prompt)))
+                beginnings.append(Beginning(*self.texts.slot_with(prompt)))
             else:
-                found.append(Beginning(equal, len(prompt) - 1, is_new=True))
-        return found
+                beginnings.append(Beginning(equal, len(prompt) - 1, is_new=True))
+        return beginnings
 
     def _longest(self, prompt: np.ndarray) -> Row | None:
         """The longest shared prefix that the prompt begins with."""

@@ -1,4 +1,4 @@
-"""Batch-invariant matmuls and attention of decoding, by the fastest kernel for weights or heads.
+"""Batch-invariant matmuls and attention of decoding, by one kernel for a shape of weights or heads.
 
 A row's bits are the same in any batch only if the same kernel computes them: kernels are ordered by
 sizes that no batch, number of tokens or capacity changes, and refuse for no reason of these.
@@ -39,7 +39,7 @@ def _kernels(
     name: str, operation: Operation, backend: str, sizes: Callable[..., Mapping[str, int]]
 ) -> Operation:
     """The kernels that compute ``operation`` exactly; ``backend``: where modules have them."""
-    kernels = {"cuda": f"jspec.cuda_ffi.{backend}", "triton": f"jspec.triton.{backend}"}
+    kernels = {"triton": f"jspec.triton.{backend}", "cuda": f"jspec.cuda_ffi.{backend}"}
     return Operation(name, kernels, sizes, operation.cases, default_order=tuple(kernels))
 
 

@@ -69,7 +69,8 @@ def test_a_chain_says_which_matmul_no_kernel_takes():
     ops = [(kernel, None, None, None) for kernel in (whole, odd)]
     reason = LINEAR_CHAIN.backend(NAME).supports(x, ops, **static)
     assert reason is not None
-    assert reason.startswith("ops[1]: exact_linear cannot run as asked; cuda: kernel (64, 4) does")
+    assert reason.startswith("ops[1]: exact_linear cannot run as asked; triton: ")
+    assert "; cuda: kernel (64, 4) does not have its columns in eights" in reason
 
 
 @pytest.mark.parametrize("table", [x for x in tuned.tables().values() if x.compute_capability])
@@ -81,3 +82,5 @@ def test_matmuls_are_of_triton_whose_kernels_have_passed_on_a_gpu(table):
         )
         assert order is not None
         assert order[0] == "triton"
+    for operation in (EXACT_LINEAR, EXACT_ATTENTION, EXACT_SCORED):  # on a GPU without a table
+        assert operation.default_order[0] == "triton"
