@@ -202,6 +202,9 @@ SMALL_SELECTIONS = [  # at 7 % of the context, as Vegas selects
     *product(B=(16, 64), S=("30K",), n=("2K",), heads=("14/2",), H=(64,)),
     *product(B=(64,), S=("8K",), n=(576,), heads=("16/8",)),
     *product(B=(64,), S=("8K",), n=(576,), heads=("32/8",), H=(64,)),
+    # HATA selects for each KV head.
+    *product(B=(12, 96), S=("7K",), n=(560,), heads=("9/3",), H=(64,), indices=("per-head",)),
+    *product(B=(16, 64), S=("30K",), n=(2200,), heads=("14/2",), H=(64,), indices=("per-head",)),
 ]
 SCORED_DEFAULT = {key: DEFAULT[key] for key in ("B", "S", "heads", "H", "T", "cache")}
 EIGHT_BITS = product(B=(4,), S=("128K",), T=(1, 10), cache=("float8_e4m3fn",))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import workload
-from bench.cases import Case, heads
+from bench.cases import Case, heads, product
 from bench.program import equals, reference
 from bench.rivals import select as rivals
 from bench.suite import OperationBenchmark, Setup, suite_of
@@ -85,7 +85,14 @@ def checked_codes(case: Case) -> Case:
     return case
 
 
-CODE_CASES = ["", "heads=32/8", "B=1,S=256K,n=4K", "B=1,S=128K,n=2K,heads=32/8", "R=256"]
+SMALL_MODELS = [  # SmolLM2-135M's heads, then those of Qwen2.5-0.5B, 7 % of the context
+    *product(B=(12, 96), S=("7K",), n=(512,), heads=("9/3",), H=(64,)),
+    *product(B=(16, 64), S=("30K",), n=("2K",), heads=("14/2",), H=(64,)),
+]
+CODE_CASES = [
+    *("", "heads=32/8", "B=1,S=256K,n=4K", "B=1,S=128K,n=2K,heads=32/8", "R=256"),
+    *(case.replace(",H=64", "") for case in SMALL_MODELS),
+]
 SUITE = suite_of(
     "select",
     "selection of the highest scores of a row, also by hash codes: every backend, JAX, PyTorch, "

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import workload
+from bench.caches import Check, bytes_of, random_cache
 from bench.cases import Case, heads
 from bench.program import equals, reference
-from bench.select import checked_codes
+from bench.select import SMALL_MODELS, checked_codes
+from bench.select import codes as random_codes
 from bench.suite import OperationBenchmark, Setup
 from jspec.ops.append import APPEND_ENCODE, QKRope
+from jspec.ops.attention.hashed import HASH_ATTENTION
 from jspec.ops.collisions import COLLISION_SCORES, code_words
 from jspec.ops.hash import HASH_ENCODE
 from jspec.ops.key_scores import DOT_SCORES, PAGE_SCORES
@@ -41,15 +44,47 @@ def append_setup(case: Case) -> Setup:
     Its columns are not donated: each run copies them first.
     """
     q, k, w = small_integers(case)
-    batch, tokens, kv_heads, size = k.shape
+    batch, tokens, kv_heads, _ = k.shape
     codes = jnp.zeros((batch, tokens, kv_heads, case["R"] // 32), jnp.uint32)
-    joined = [x.reshape(batch, tokens, kv_heads, -1) for x in (q, k, k)]
-    cosine = jnp.ones((batch, tokens, 1, size // 2), jnp.float32)
-    qk_rope = QKRope(cosine, jnp.zeros_like(cosine), joined=jnp.concatenate(joined, axis=-1))
     empty, slots = jnp.zeros_like(k), jnp.broadcast_to(jnp.arange(tokens), (batch, tokens))
     w = w.astype(jnp.float32)  # as in a policy
-    arguments = q, k, k, qk_rope, empty, empty, codes, w, slots
+    arguments = q, k, k, not_rotated(q, k), empty, empty, codes, w, slots
     return Setup(arguments, equals(reference(APPEND_ENCODE, arguments)), w.nbytes)
+
+
+def not_rotated(q: jax.Array, k: jax.Array) -> QKRope:
+    """A rotation by 0 degrees of queries and keys that are slices of one array; values are keys."""
+    batch, tokens, kv_heads, size = k.shape
+    joined = [x.reshape(batch, tokens, kv_heads, -1) for x in (q, k, k)]
+    cosine = jnp.ones((batch, tokens, 1, size // 2), jnp.float32)
+    return QKRope(cosine, jnp.zeros_like(cosine), joined=jnp.concatenate(joined, axis=-1))
+
+
+def attention_setup(case: Case) -> Setup:
+    """A layer of HATA between its projections: n of S slots are selected for each KV head.
+
+    The columns are not donated: each run copies them first, which the device clock leaves out.
+    """
+    case = {**case, "T": 1}
+    q, k, w = small_integers(case)
+    batch, slots = case["B"], case["S"]
+    read, (_, codes) = np.full(batch, case["n"]), random_codes(case)
+    _, keys, values = random_cache(case, np.zeros((1, slots, 1), bool), read)
+    lengths = jnp.full((batch,), slots - 1, jnp.int32)
+    arguments = (
+        *(q, k, k, not_rotated(q, k), keys, values, codes, w.astype(jnp.float32)),
+        *(lengths[:, None], lengths, jnp.full((batch,), case["n"], jnp.int32)),
+    )
+    static = {"budget": case["n"], "sinks": 4, "recent": 16, "num_uncommitted": 1}
+    static |= {"scale": case["H"] ** -0.5, "softcap": None}
+    out, lse, *exact = reference(HASH_ATTENTION, arguments, **static)
+    attended, selected = Check(out, lse), equals(exact)
+    return Setup(
+        arguments,
+        lambda outputs: attended.both(outputs) and selected(list(outputs[2:])),
+        bytes_of(batch * (case["n"] + 1), case) + codes.nbytes,
+        static,
+    )
 
 
 def collision_setup(case: Case) -> Setup:
@@ -118,6 +153,15 @@ BENCHMARKS = (
             cpu=["B=1,heads=8/2"],
         )
         for operation, setup in ((HASH_ENCODE, encode_setup), (APPEND_ENCODE, append_setup))
+    ),
+    OperationBenchmark(
+        operation=HASH_ATTENTION,
+        setup=attention_setup,
+        default={"B": 8, "S": 32768, "n": 512, "heads": "32/32", "H": 128, "R": 128},
+        complete=checked_codes,
+        gpu=["", "heads=32/8", "B=1,S=128K,n=2K,heads=32/8", *SMALL_MODELS],
+        quick=["", "heads=32/8"],
+        cpu=["B=1,S=8K,n=128,heads=8/2"],
     ),
     OperationBenchmark(
         operation=COLLISION_SCORES,

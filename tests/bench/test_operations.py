@@ -40,6 +40,7 @@ CASES = {
     "hash_select": f"{CODES},S=64,n=9,R=64",
     "hash_encode": f"{CODES},H=16,R=64",
     "rotate_append_encode": f"{CODES},H=16,R=64",
+    "hash_attention": "B=2,heads=4/2,S=64,n=24,H=16,R=64",
     "collision_scores": f"{CODES},S=64",
     "dot_scores": f"{CODES},S=64,H=16,C=8",
     "linear": "model=tiny,part=gate_up,rows=3",
