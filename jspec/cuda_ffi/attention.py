@@ -81,13 +81,18 @@ def exact_attention_cuda(
 def exact_scored_attention_cuda(
     q: Array, k: Array, v: Array, positions: Array, probe: Array, *, scale: float, **settings: Any
 ) -> tuple[Array, Array, Array]:
-    """As `scored_attention_cuda`, with bits of a row that follow from that row alone."""
-    first, *others = _pieces(q, k, v, positions)
-    parts = _exact_parts(k)
-    out, lse, _, _, scores = _launch("scored_attention", *first, probe, scale=scale, parts=parts)
-    for piece in others:
-        more = exact_attention_cuda(*piece, scale=scale)
-        out, lse = (jnp.concatenate(pair, axis=1) for pair in zip((out, lse), more, strict=True))
+    """As `scored_attention_cuda`, with bits of a row that follow from that row alone.
+
+    A launch scores the keys up to the last that one of its tokens reads, so each piece scores.
+    """
+    pieces = _pieces(q, k, v, positions)
+    static = {"scale": scale, "parts": _exact_parts(k)}
+    results = [_launch("scored_attention", *piece, probe, **static) for piece in pieces]
+    out, lse = (jnp.concatenate([x[i] for x in results], axis=1) for i in range(2))
+    scores = results[0][4]
+    for piece, result in zip(pieces[1:], results[1:], strict=True):
+        read = jnp.arange(k.shape[1])[None] <= piece[3].max(axis=1, keepdims=True)
+        scores = jnp.where(read[:, None], result[4], scores)
     return out, lse, scores
 
 
