@@ -53,6 +53,9 @@ SUITES: dict[str, Suite] = {
     )
 }
 READ = quality.READING.name
+# Other operations of the suite `quality` that take a model.
+BY_MODEL = (quality.TREES.name, quality.PASSES.name)
+OF_QUALITY = f"op={READ}, {', '.join(f'op={name}' for name in BY_MODEL)} of quality"
 ALONE = (real.SUITE.name, counters.SUITE.name)  # needs a model, needs ncu
 # What is no suite.
 COMMANDS = {
@@ -142,10 +145,10 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
                 f"--hashes does not apply to {asked.suite}, only to {real.SUITE.name} and, with "
                 "--model, to op=read of quality"
             )
-        of_quality = bool(operations) and operations <= {READ, "trees"}
+        of_quality = bool(operations) and operations <= {READ, *BY_MODEL}
         takes_model = {defaults.SUITE.name: True, quality.SUITE.name: of_quality}
         if asked.model and not takes_model.get(asked.suite):
-            suites = f"{real.SUITE.name}, {defaults.SUITE.name}, op=read and op=trees of quality"
+            suites = f"{real.SUITE.name}, {defaults.SUITE.name}, {OF_QUALITY}"
             parser.error(f"--model does not apply to {asked.suite}, only to {suites}")
     elif asked.model is None:
         parser.error("real needs --model, a GGUF file or a model directory")
@@ -221,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         metavar="FILE",
         type=Path,
-        help="real, defaults, op=read and op=trees of quality: a GGUF file or a model directory",
+        help=f"real, defaults, {OF_QUALITY}: a GGUF file or a model directory",
     )
     parser.add_argument(
         "--draft-model", metavar="FILE", type=Path, help="real: a second model, to draft for it"

@@ -5,7 +5,8 @@ that ``--model`` names. ``op=draft``: tokens that a
 verification commits, by drafter, and how answers differ from those of plain decoding.
 ``op=needle``: facts found by their place in the text. ``op=overlap``: the keys that a token and one
 after it both select. ``op=rejected``: how likely rejected draft tokens were (`bench.rejected`).
-``op=trees``: tokens that drafts with branches would commit (`bench.trees`). Rows do not depend on
+``op=trees``: tokens that drafts with branches would commit (`bench.trees`). ``op=passes``:
+positions whose logits depend on the length of a pass (`bench.passes`). Rows do not depend on
 the machine, but for rounding in bfloat16.
 """
 
@@ -22,6 +23,7 @@ import jspec
 from bench import cases, ceilings
 from bench.cases import Case
 from bench.drafters import EXACT, PLAIN, SAMPLING, Drafting, drafts
+from bench.passes import PASSES
 from bench.point import Row, row
 from bench.policies import scored_bytes
 from bench.program import failure
@@ -323,9 +325,9 @@ SUITE = dataclasses.replace(
     suite_of(
         "quality",
         "RULER by policy and budget, also of another model (--model); of the bundled one needles, "
-        "accepted lengths and rejected tokens by drafter, what neighbouring tokens select, and "
-        "drafts with branches",
-        *(READING, NEEDLES, DRAFTING, REJECTED, OVERLAPPING, TREES),
+        "accepted lengths and rejected tokens by drafter, what neighbouring tokens select, "
+        "drafts with branches, and logits by passes of every length",
+        *(READING, NEEDLES, DRAFTING, REJECTED, OVERLAPPING, TREES, PASSES),
     ),
     custom_clocks=True,
 )

@@ -10,7 +10,7 @@ import pytest
 from scipy.special import softmax
 
 import jspec
-from bench import quality, rejected
+from bench import passes, quality, rejected
 from bench.drafters import SAMPLING
 from bench.real import check
 from bench.settings import Settings
@@ -239,3 +239,31 @@ def test_overlaps_are_means_over_layers_and_texts_by_gap(monkeypatch):
     (row,) = quality.OVERLAPPING.rows(case, Settings())
     assert asked == [(7, [4, 5, 6])] * 2
     assert (row["selected"], row["gap 1"], row["gap 2"]) == (1, 0.5, 0)
+
+
+def test_positions_are_compared_with_the_same_ones_of_other_passes(monkeypatch):
+    """By their likeliest tokens alone, which are the same but for near-ties in bfloat16."""
+
+    def likeliest(logits, factors):
+        return jnp.stack([logits.argmax(-1)] * 2, axis=-1)
+
+    monkeypatch.setattr(passes, "digest", likeliest)
+    case = passes.PASSES.case("S=43,texts=8,B=4,exact=no")  # no multiple of the lengths
+    for row in passes.PASSES.rows(case, Settings(only=("4", "vegas"))):
+        assert (row["compared"], row["checked"]) == (8 * 43, None)
+        assert row["differing"] <= 4
+    with pytest.raises(ValueError, match=r"texts=5 must be a multiple of B=4"):
+        passes.PASSES.case("texts=5,B=4")
+
+
+def test_one_bit_of_a_logit_changes_both_sums():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(3, 50)).astype(np.float32)
+    factors = jnp.asarray(rng.integers(0, 2**32, (2, 50), dtype=np.uint32) | 1)
+    sums = passes.digest(jnp.asarray(logits), factors)
+    assert (sums.shape, sums.dtype) == ((3, 2), jnp.uint32)
+    for bit in (0, 31):
+        changed = logits.copy()
+        changed.view(np.uint32)[1, 7] ^= np.uint32(1 << bit)
+        differs = np.asarray(passes.digest(jnp.asarray(changed), factors) != sums)
+        assert differs.tolist() == [[False, False], [True, True], [False, False]]
