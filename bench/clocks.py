@@ -291,12 +291,12 @@ def add_steps(
 
 
 @cache
-def empty_step(repeats: int, unroll: int = UNROLL) -> float:
+def empty_step(repeats: int) -> float:
     """The marginal time of a step that only counts, in nanoseconds."""
 
     @partial(jax.jit, static_argnums=1)
     def loop(x: jax.Array, length: int) -> jax.Array:
-        return jax.lax.scan(lambda n, _: (n + 1, None), x, length=length, unroll=unroll)[0]
+        return jax.lax.scan(lambda n, _: (n + 1, None), x, length=length, unroll=UNROLL)[0]
 
     short, long = (partial(loop, jax.device_put(np.int32(0)), length) for length in LENGTHS)
     return statistics.median(step(short, long, 0.0, repeats))

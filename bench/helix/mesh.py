@@ -84,7 +84,7 @@ class Sharded:
                 def step(x: Any, _: None) -> tuple[Any, None]:
                     return self.following(x, *others), None
 
-                return jax.lax.scan(step, x, length=steps)[0]
+                return jax.lax.scan(step, x, length=steps, unroll=clocks.UNROLL)[0]
 
             return run
 
@@ -113,4 +113,4 @@ def too_few_devices(helix: HelixConfig) -> str | None:
 
 def marginal(short: Callable[[], Any], long: Callable[[], Any], repeats: int) -> list[int]:
     """Samples of the marginal nanoseconds of a step, above a step that only counts."""
-    return clocks.step(short, long, clocks.empty_step(repeats, unroll=1), repeats, LENGTHS)
+    return clocks.step(short, long, clocks.empty_step(repeats), repeats, LENGTHS)
