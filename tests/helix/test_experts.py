@@ -18,7 +18,7 @@ from jspec.ops.norm import RMS
 from jspec.parts import Experts
 from tests.parameters import default_run
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 WIDTH = 16
 NORM = RMS(jnp.ones(WIDTH), 1e-6)
 FIRST = [(8, 1, 4), (2, 4, 2), (3, 2, 3)]  # kvp is split, tpa is, and neither

@@ -16,7 +16,7 @@ from tests.conftest import TINY, make_decoder
 from tests.decode.common import NGRAM, prompts
 from tests.helix.test_decoding import DRAFTERS, SPARSE
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 TEXTS = prompts((20, 1, 7))
 LONG = [jspec.SamplingParams(max_new_tokens=n, seed=n) for n in (9, 50, 30)]
 SHARE = jspec.GuidedDraft(
