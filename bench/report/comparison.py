@@ -11,158 +11,105 @@ from pathlib import Path
 from typing import Any
 
 from bench import ceilings
-from bench.point import Row, best_clock, spread
+from bench.point import Row, best_clock
 from bench.report import figures, whole
 from bench.report.code import lines_of_code
-from bench.report.markdown import Line, case_words, microseconds, ratio, table, us
+from bench.report.families import FAMILIES, Entry
+from bench.report.markdown import (
+    Line,
+    case_words,
+    common,
+    microseconds,
+    ratio,
+    table,
+    without_constants,
+    wrapped,
+)
 from bench.report.operations import is_rival
 from bench.report.runs import Run
-from bench.report.whole import COLUMNS, NOT_MEASURED
-from bench.table import number
+from bench.report.whole import COLUMNS, NO_TIME, NOT_MEASURED
+from bench.table import cell, number
 from bench.tune import points_of
 from jspec.ops import registry
 
 NEAR = 1.03  # times of the fastest backend
 RIVAL = "best rival"
-UNSAID = ("indices", "weights")  # of a case
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """The lines of one operation.
-
-    Attributes:
-        operation: its name.
-        cases: what the cases of its lines have, a line each.
-        work: the ceiling that its bytes are compared with, None where launching it takes longer.
-        without: why a backend does not exist, by its name.
-        in_loop: whether times are of a step in a jitted loop, since a call by itself copies what
-            it updates.
-    """
-
-    operation: str
-    cases: Sequence[Mapping[str, Any]]
-    work: str | None = "read"
-    without: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    in_loop: bool = False
-
-    def time(self, row: Row) -> float | None:
-        """The median in microseconds, None where the row has none."""
-        time = spread(row, "step") if self.in_loop else best_clock(row)
-        return time and time.median
-
-    @property
-    def enough(self) -> int:
-        """Backends that have to run a case before one of them is called the fastest."""
-        return min(3, len(COLUMNS) - len(self.without))
-
-
-VERIFY = {"B": 32, "alpha": 0.9}
-CACHE = {"cache": "bfloat16"}
-HEADS = {"heads": "32/8", "H": 128} | CACHE
-EIGHT_BITS = {"cache": "float8_e4m3fn"}
-CODES = {"B": 8, "R": 128, "T": 1}
-LONG_CODES = CODES | {"S": 32768}
-FAMILIES: dict[str, Sequence[Entry]] = {
-    "verification": (
-        Entry("verify_greedy", [VERIFY | {"gamma": g, "l2": "warm"} for g in (8, 128)], None),
-        Entry(
-            "acceptance_scan",
-            [VERIFY | {"gamma": g} for g in (8, 128)],
-            None,
-            dict.fromkeys(("pallas", "triton"), "the paper compares its two CUDA kernels"),
-        ),
-        Entry("verify_and_commit", [{"B": 32, "T": t, "V": 128256} for t in (1, 9)]),
-        Entry("verify_tree", [{"B": 32, "gamma": gamma} for gamma in (7, 15)], None),
-    ),
-    "packing": (
-        Entry(
-            "pack",
-            [VERIFY | {"gamma": 128, "D": d, "l2": "cold"} for d in (128, 2048)],
-            "copy",
-        ),
-        Entry(
-            "verify_and_pack",
-            [
-                VERIFY | {"gamma": 8, "D": 128, "l2": "cold"},
-                VERIFY | {"gamma": 128, "D": 2048, "l2": "cold"},
-            ],
-            "copy",
-        ),
-        Entry(
-            "pack_path",
-            [{"B": b, "n": 8, "layers": 36, "heads": "32/8", "H": 128} for b in (1, 32)],
-            None,
-            in_loop=True,
-        ),
-    ),
-    "sampling": (
-        Entry(
-            "verify_stochastic",
-            [{"B": 32, "V": 128256, "draft": d, "l2": "cold"} for d in ("one-hot", "logits")],
-        ),
-        Entry("sample", [{"B": 32, "V": 128256}]),
-    ),
-    "hashes": (
-        Entry("hash_encode", [CODES | {"heads": h} for h in ("32/32", "32/8")], None),
-        Entry(
-            "rotate_append_encode",
-            [CODES | {"heads": h} for h in ("32/32", "32/8")],
-            None,
-            {"cuda": "the CUDA kernel that encodes as it appends is a part of hash_attention"},
-        ),
-        Entry("hamming_scores", [LONG_CODES | {"heads": h} for h in ("32/32", "32/8")]),
-        Entry("hash_select", [LONG_CODES | {"heads": h, "n": 512} for h in ("32/32", "32/8")]),
-    ),
-    "attention": (
-        Entry(
-            "attention",
-            [{"B": 4, "S": 131072, "T": t} | HEADS for t in (1, 10)]
-            + [{"B": 1, "S": 262144, "T": t, "heads": "8/1", "H": 128} | CACHE for t in (1, 10)]
-            + [{"B": 8, "S": 32768, "T": 1} | HEADS]
-            + [{"B": 8, "S": 32768, "T": 12, "heads": "64/8", "H": 64} | CACHE]
-            + [{"B": 96, "S": 7168, "T": 6, "heads": "9/3", "H": 64} | CACHE],
-        ),
-        Entry(
-            "attention",
-            [{"B": 4, "S": 131072, "T": t} | HEADS | EIGHT_BITS for t in (1, 10)],
-        ),
-        Entry("scored_attention", [{"B": 4, "S": 131072, "T": 10} | HEADS]),
-        Entry(
-            "gathered_attention",
-            [
-                {"B": 8, "S": 131072, "n": 8192, "indices": "shared", "T": 1} | HEADS,
-                {"B": 8, "S": 32768, "n": 512, "indices": "per-head", "heads": "32/32"} | CACHE,
-            ],
-        ),
-    ),
-    "matmuls": (
-        Entry(
-            "linear",
-            [
-                {"model": model, "part": part, "rows": rows, "weights": "bfloat16"}
-                for model, batches in (("smollm2-135m", (12, 96)), ("qwen2.5-coder-0.5b", (16, 64)))
-                for part in ("output", "gate_up")
-                for rows in batches
-            ],
-            without={"pallas": "matmuls are no kernel of the papers"},
-        ),
-    ),
-}
+UNSAID = ("weights",)  # of a case
 
 
 def operations(name: str, runs: Sequence[Run]) -> str:
-    """Time and share of the ceiling of a family's operations, by backend, and of the best rival."""
-    notes: dict[str, int] = {}
+    """A picture of a family, and a table for each entry."""
+    parts = [f"![{name}: speed of each backend over the fastest]({picture_of(name)})\n"]
+    parts += [_table(entry, runs) for entry in FAMILIES[name]]
+    return "\n".join(parts)
+
+
+def _table(entry: Entry, runs: Sequence[Run]) -> str:
+    """What all lines share, then the time and the share of the ceiling of each backend, and the
+    best rival: a line for each case and card that was measured."""
+    shared = common(entry.cases)
+    lines, reasons, untimed = [], set[str](), dict[str, list[str]]()
+    for case in entry.cases:
+        differs = {k: v for k, v in case.items() if k not in shared and k not in UNSAID}
+        by_card = dict(points(entry, case, runs))
+        rows = [row for point in by_card.values() for row in point.rows]
+        absent = {column: _reason(entry, column, rows) for column in COLUMNS}
+        ran = {column for point in by_card.values() for column in point.times}
+        absent |= dict.fromkeys(ran, NO_TIME)  # what an older version refused
+        reasons |= set(absent.values()) - {NO_TIME}
+        for card, point in by_card.items():
+            if point.times:
+                cells = {k: cell(k, v) for k, v in differs.items()} | {"card": card}
+                lines.append(Line(cells | _times(entry, point, absent)))
+            else:
+                untimed.setdefault(card, []).append(case_words(differs))
+    purpose = entry.purpose.removeprefix("the same, ")
+    title = f"`{entry.operation}`, {purpose}: {case_words(shared, UNSAID)}."
+    if not lines:
+        return wrapped(f"{title} {NOT_MEASURED.capitalize()}.")
+    may_go = {*cards(runs), *reasons, NO_TIME}
+    alike, lines = without_constants(lines, ["card", *COLUMNS, RIVAL], may_go)
+    title += _absences(alike)
+    for card in dict.fromkeys(line.cells.get("card") for line in lines):
+        if card in untimed:
+            title += f" Not timed on an {card}: {'; '.join(untimed[card])}."
+    noted = dict.fromkeys(x for line in lines for x in line.cells.values() if x in reasons)
+    numbers = {reason: f"[{index}]" for index, reason in enumerate(noted, 1)}
     lines = [
-        Line(line)
-        for entry in FAMILIES[name]
-        for case in entry.cases
-        for line in _lines(entry, case, runs, notes)
+        Line({heading: numbers.get(x, x) for heading, x in line.cells.items()}) for line in lines
     ]
-    footnotes = "".join(f"[{index}] {reason}  \n" for reason, index in notes.items())
-    picture = f"![{name}: speed of each backend over the fastest]({picture_of(name)})\n\n"
-    return picture + table(lines, 3) + (f"\n{footnotes}" if notes else "")
+    labels = [x for x in lines[0].cells if x not in (*COLUMNS, RIVAL)]
+    parts = [wrapped(title), table(lines, len(labels))]
+    parts += ["".join(f"{number} {reason}  \n" for reason, number in numbers.items())]
+    return "\n".join(filter(None, parts))
+
+
+def _absences(alike: Mapping[str, str]) -> str:
+    """Why a table lacks the columns whose cells were ``alike``."""
+    text = f" Timed on an {alike['card']} only." if "card" in alike else ""
+    for reason in dict.fromkeys(alike.values()):
+        columns = [column for column in COLUMNS if alike.get(column) == reason]
+        if columns:
+            why = "not timed" if reason == NO_TIME else reason
+            text += f" Without {' and '.join(columns)}: {why}."
+    return text
+
+
+def _times(entry: Entry, point: Point, absent: Mapping[str, str]) -> dict[str, str]:
+    """The cells of a line: a time of each backend, or what is said where it has none."""
+    best = min(point.times.values()) if len(point.times) >= entry.enough else None
+    cells = {}
+    for column, timed in point.timed.items():
+        words = timed.words(entry.work) if timed else absent[column]
+        cells[column] = f"**{words}**" if timed and timed.time == best else words
+    rival = point.rival and f"{number(point.rival.time)}, {point.rival.row['name']}"
+    return cells | {RIVAL: rival or NO_TIME}
+
+
+def _reason(entry: Entry, column: str, rows: Sequence[Row]) -> str:
+    """Why a backend has no time, `NO_TIME` where only no run had it."""
+    reasons = [row["reason"] for row in rows if row["name"] in COLUMNS[column] and "reason" in row]
+    return entry.without.get(column) or next(iter(reasons), NO_TIME)
 
 
 def picture_of(family: str) -> str:
@@ -179,11 +126,11 @@ class Timed:
     time: float
 
     def words(self, work: str | None) -> str:
-        """``18.3 us`` and, with bytes that a ceiling bounds, the share of it."""
+        """Microseconds and, with bytes that a ceiling bounds, the share of it."""
         rate = work and ceilings.bandwidth(self.run.result.get("ceilings", []), work)
         moved = self.row.get("bytes")
         share = f" ({moved / self.time * 1e6 / rate:.0%})" if rate and moved else ""
-        return f"{number(self.time)} us{share}"
+        return f"{number(self.time)}{share}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,79 +195,72 @@ def _fastest(entry: Entry, run: Run, rows: Sequence[Row], names: Sequence[str]) 
     return min(timed, key=lambda x: x.time, default=None)
 
 
-def _lines(
-    entry: Entry, case: Mapping[str, Any], runs: Sequence[Run], notes: dict[str, int]
-) -> Iterator[dict[str, str]]:
-    """A line for each card."""
-    by_card = dict(points(entry, case, runs))
-    ran = {column for point in by_card.values() for column in point.times}
-    for card, point in by_card.items():
-        line = {"operation": entry.operation, "case": case_words(case, UNSAID), "card": card}
-        best = min(point.times.values()) if len(point.times) >= entry.enough else None
-        for column, timed in point.timed.items():
-            if timed is not None:
-                words = timed.words(entry.work)
-                line[column] = f"**{words}**" if timed.time == best else words
-            elif column in ran:  # what an older version refused
-                line[column] = NOT_MEASURED
-            else:
-                line[column] = _without(entry, column, point.rows, notes)
-        line["best rival"] = "none" if point.rows else NOT_MEASURED
-        if point.rival is not None:
-            line["best rival"] = f"{point.rival.words(entry.work)}, {point.rival.row['name']}"
-        yield line
-
-
-def _without(entry: Entry, column: str, rows: Sequence[Row], notes: dict[str, int]) -> str:
-    """Why a cell has no time: a footnote."""
-    reasons = [row["reason"] for row in rows if row["name"] in COLUMNS[column] and "reason" in row]
-    reason = entry.without.get(column) or next(iter(reasons), None)
-    if reason is None:
-        written = {
-            name for x in registry.operations() if x.name == entry.operation for name in x.backends
-        }
-        return NOT_MEASURED if written & set(COLUMNS[column]) else "not written"
-    return f"[{notes.setdefault(reason, len(notes) + 1)}]"
-
-
-def slowdowns(runs: Sequence[Run]) -> str:
-    """How many times the fastest backend's time each one takes, over the cases of an operation that
-    `Entry.enough` backends ran."""
-    times: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for entry in (entry for entries in FAMILIES.values() for entry in entries):
-        for case in entry.cases:
-            for card, point in points(entry, case, runs):
-                if len(measured := point.times) >= entry.enough:
-                    best = min(measured.values())
-                    ratios = {name: time / best for name, time in measured.items()}
-                    times.setdefault((entry.operation, card), []).append(ratios)
+def answers(runs: Sequence[Run]) -> str:
+    """Which backend to take for what, and how many times the fastest one's time each one takes,
+    over all cases and cards that `Entry.enough` backends ran."""
     lines = []
-    for (operation, card), of_cases in times.items():
-        cells = {"operation": operation, "card": card, "cases": str(len(of_cases))}
-        for name in COLUMNS:
-            ratios = sorted(f"{x[name]:.2f}" for x in of_cases if name in x)
-            span = ratios[:1] + ratios[-1:] if len(set(ratios)) > 1 else ratios[:1]
-            cells[name] = " to ".join(span)
-        lines.append(Line(cells))
-    return table(lines, 2) or f"Slowdowns: {NOT_MEASURED}.\n"
+    for entry in (entry for entries in FAMILIES.values() for entry in entries):
+        times = [
+            point.times
+            for case in entry.cases
+            for _, point in points(entry, case, runs)
+            if len(point.times) >= entry.enough
+        ]
+        lines += _answer(entry.purpose, times)
+    by_model: dict[str, list[dict[str, float]]] = {}
+    for place, by_name in whole.step_times(runs).items():
+        by_column = {x: by_name[x].ms for x in COLUMNS if x in by_name}
+        times = {column: ms for column, ms in by_column.items() if ms is not None}
+        if len(times) >= 3:
+            model = place.model.partition(",")[0].removesuffix("-Instruct")
+            by_model.setdefault(model, []).append(times)
+    for model, times in by_model.items():
+        lines += _answer(f"a step of {model}", times)
+    return table(lines, 2) or f"Backends: {NOT_MEASURED}.\n"
+
+
+def _answer(purpose: str, times: Sequence[Mapping[str, float]]) -> list[Line]:
+    """The line of the backends whose ``times``, each at one point, are given; none without any."""
+    slowdowns: dict[str, list[float]] = {}
+    for at_point in times:
+        for column, time in at_point.items():
+            slowdowns.setdefault(column, []).append(time / min(at_point.values()))
+    if not slowdowns:
+        return []
+    always = {k: round(max(x), 2) for k, x in slowdowns.items() if len(x) == len(times)}
+    least = max(NEAR, min(always.values()))
+    best = sorted((x for x in always if always[x] <= least), key=always.__getitem__)
+    cells = {"for": purpose, "take": ", ".join(best)}
+    for column in COLUMNS:
+        of_column = slowdowns.get(column, [])
+        span = dict.fromkeys(number(bound(of_column)) for bound in (min, max) if of_column)
+        cells[column] = " to ".join(span) + ("" if column in always else "*") if span else NO_TIME
+    return [Line(cells)]
 
 
 def scans(runs: Sequence[Run]) -> str:
     """The naive acceptance scan of the verification paper against its ballot kernel."""
-    lines = []
-    for card in cards(runs):
-        times: dict[tuple[Any, ...], dict[str, float]] = {}
-        for row in (row for run in runs if run.card == card for row in run.rows):
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    for run in runs:
+        for row in run.rows:
             if row.get("operation") == "acceptance_scan" and row["checked"] and best_clock(row):
-                case = tuple(row["case"].items())
-                times.setdefault(case, {})[row["name"]] = microseconds(row)
-        for case in sorted(times):
-            if {"cuda", "cuda_naive"} <= times[case].keys():
-                naive, ballot = times[case]["cuda_naive"], times[case]["cuda"]
-                cells = {"case": case_words(dict(case), UNSAID), "card": card}
-                cells |= {"naive": us(naive), "ballot": us(ballot)}
-                lines.append(Line(cells | {"ballot is": ratio(naive / ballot)}))
-    return table(lines, 2) or f"Naive and ballot scan: {NOT_MEASURED}.\n"
+                place = (*row["case"].items(), ("card", run.card))
+                times.setdefault(place, {})[row["name"]] = microseconds(row)
+    names = {"naive": "cuda_naive", "ballot": "cuda"}
+    places = [
+        x for x in sorted(times, key=lambda x: x[:-1]) if set(names.values()) <= times[x].keys()
+    ]
+    if not places:
+        return f"Naive and ballot scan: {NOT_MEASURED}.\n"
+    shared = common([dict(place) for place in places])
+    lines = []
+    for place in places:
+        cells = {k: cell(k, v) for k, v in place if k not in shared}
+        naive, ballot = (times[place][name] for name in names.values())
+        cells |= {"naive": number(naive), "ballot": number(ballot)}
+        lines.append(Line(cells | {"ballot is": ratio(naive / ballot)}))
+    labels = len(places[0]) - len(shared)
+    return f"{case_words(shared, UNSAID)}.\n\n{table(lines, labels)}"
 
 
 def kernels(runs: Sequence[Run]) -> str:
@@ -339,7 +279,11 @@ def kernels(runs: Sequence[Run]) -> str:
                     }
                 )
             )
-    return table(lines, 2)
+    families = dict.fromkeys(line.cells["family"] for line in lines)
+    counted = {line.cells["family"] for line in lines if line.cells["registers"] != NO_TIME}
+    uncounted = [family for family in families if family not in counted]
+    rest = f"\nHardware counters were not read for {' and '.join(uncounted)}.\n"
+    return table(lines, 2) + (rest if uncounted else "")
 
 
 def _rows_of(family: str, backend: str, runs: Sequence[Run]) -> list[Row]:
@@ -355,14 +299,14 @@ def _rows_of(family: str, backend: str, runs: Sequence[Run]) -> list[Row]:
 def _compile_time(family: str, backend: str, runs: Sequence[Run]) -> str:
     """The longest of the programs of a family."""
     times = [row["compile_s"] for row in _rows_of(family, backend, runs) if "compile_s" in row]
-    return f"{max(times):.1f}" if times else NOT_MEASURED
+    return f"{max(times):.1f}" if times else NO_TIME
 
 
 def _resources(family: str, backend: str, runs: Sequence[Run]) -> dict[str, str]:
     """Registers of a thread and shared memory of a block, of all kernels of a family."""
     rows = [row for row in _rows_of(family, backend, runs) if "registers" in row]
     headings = {"registers": "registers", "shared_bytes": "shared memory, KB"}
-    cells = dict.fromkeys(headings.values(), NOT_MEASURED)
+    cells = dict.fromkeys(headings.values(), NO_TIME)
     for key, heading in headings.items() if rows else ():
         values = sorted({row[key] // (1024 if key == "shared_bytes" else 1) for row in rows})
         cells[heading] = str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
@@ -421,32 +365,35 @@ def _bars(
 
 
 def defaults(runs: Sequence[Run]) -> str:
-    """How far today's orders of backends are from the fastest backend, by card and operation."""
+    """In how many cases today's orders of backends begin with the fastest backend, by card, and the
+    worst case of each operation where they do not."""
     lines = []
-    for operation in registry.operations():
-        for card in cards(runs):
-            of_card = [run for run in runs if run.card == card]
-            rows = [row for run in of_card for row in run.rows if row.get("sizes")]
-            costs = {}
+    for card in cards(runs):
+        of_card = [run for run in runs if run.card == card]
+        rows = [row for run in of_card for row in run.rows if row.get("sizes")]
+        costs: dict[str, dict[str, float]] = {}
+        for operation in registry.operations():
             for point in points_of(rows, operation):
                 order = of_card[0].table.order(operation.name, point.sizes)
-                costs[case_words(point.sizes)] = point.cost(order or operation.default_order)
-            if costs:
-                worst = max(costs, key=costs.__getitem__)
-                near = sum(cost <= NEAR for cost in costs.values())
-                cells = {"operation": operation.name, "card": card, "cases": str(len(costs))}
-                cells |= {"within 3 %": str(near), "worst slowdown": f"{costs[worst]:.2f}x"}
-                lines.append(Line(cells | {"its sizes": worst if costs[worst] > NEAR else ""}))
-    return table(lines, 2) or f"Defaults: {NOT_MEASURED}.\n"
+                cost = point.cost(order or operation.default_order)
+                costs.setdefault(operation.name, {})[case_words(point.sizes)] = cost
+        number_of_cases = sum(map(len, costs.values()))
+        near = sum(cost <= NEAR for of_case in costs.values() for cost in of_case.values())
+        text = f"- {card}: {near} of {number_of_cases} cases of {len(costs)} operations."
+        for name, of_case in costs.items():
+            worst = max(of_case, key=of_case.__getitem__)
+            if of_case[worst] > NEAR:
+                text += f" `{name}` is {of_case[worst] - 1:.2%} slower at worst: {worst}."
+        lines += [wrapped(text, "  ")] if costs else []
+    return "".join(lines) or f"Defaults: {NOT_MEASURED}.\n"
 
 
 TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     **{name: lambda runs, name=name: operations(name, runs) for name in FAMILIES},
-    "slowdowns": slowdowns,
+    "answers": answers,
     "scans": scans,
     "kernels": kernels,
     "steps": whole.steps,
-    "tree steps": whole.tree_steps,
     "sharded attention": whole.sharded,
     "defaults": defaults,
 }

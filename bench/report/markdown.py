@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.point import Row, best_clock
@@ -50,6 +51,31 @@ def table(lines: Sequence[Line], labels: int) -> str:
     )
 
 
+def without_constants(
+    lines: Sequence[Line], headings: Sequence[str], words: Container[str]
+) -> tuple[dict[str, str], list[Line]]:
+    """The cells that two or more lines share, by heading, and the lines without them.
+
+    Args:
+        lines: of a table.
+        headings: the columns to look at.
+        words: the cells that may go.
+    """
+    alike = {
+        heading: lines[0].cells[heading]
+        for heading in headings
+        if len(lines) > 1 and len({line.cells[heading] for line in lines}) == 1
+        if lines[0].cells[heading] in words
+    }
+    rest = [Line({k: v for k, v in x.cells.items() if k not in alike}, x.headline) for x in lines]
+    return alike, rest
+
+
+def common(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all cases have, in the order of the first."""
+    return {k: v for k, v in cases[0].items() if all(case.get(k) == v for case in cases)}
+
+
 def merged(rows: Iterable[Sequence[str]], columns: int) -> list[tuple[str, ...]]:
     """Rows of the same first ``columns`` one after another, in the order of the first of them; what
     repeats of these columns is empty."""
@@ -64,6 +90,14 @@ def merged(rows: Iterable[Sequence[str]], columns: int) -> list[tuple[str, ...]]
         result.append(("",) * same + row[same:])
         before = row
     return result
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """A paragraph in lines of up to 100 characters, all but the first after ``indent``."""
+    lines = textwrap.wrap(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def is_slower(speed: float) -> bool:

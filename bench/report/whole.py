@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from bench.cases import kilo
 from bench.drafters import DEFAULT_BACKENDS, PLAIN, TREES
 from bench.point import Row, best_clock
 from bench.real.figures import limits, step_ms
-from bench.report.markdown import Line, microseconds, ms, table
+from bench.report.markdown import (
+    Line,
+    case_words,
+    common,
+    microseconds,
+    table,
+    without_constants,
+    wrapped,
+)
 from bench.report.runs import Run
 from bench.table import number
 
@@ -20,43 +30,74 @@ COLUMNS = {
     "xla": ("xla", "xla_blocked"),
 }
 NOT_MEASURED = "not measured"
-Place = tuple[str, str]  # card, and a step in words
+NO_TIME = "-"  # in a cell of a line that has other times
 # The backends that ran, in their order, by operation and the reason against the preferred one.
 Notes = dict[tuple[str, str], dict[str, None]]
 
 
-def steps(runs: Sequence[Run]) -> str:
-    """Whole steps by backend: random weights at a model's shape, then real models."""
-    notes = dict[str, Notes]()
-    by_case: dict[Place, dict[str, str]] = {}
+class Place(NamedTuple):
+    """A step on a card: its model, and the rest of its case in words."""
+
+    card: str
+    model: str
+    words: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """A step by one choice of backends.
+
+    Attributes:
+        ms: milliseconds, None where it did not fit the card.
+        share: what part of it reading its bytes at the ceiling takes, None if unknown.
+        packing: the share of it that the kernels of packing take, 0 where it packs nothing.
+        gigabytes: that it needs, where it did not fit.
+        choices: the backends of its operations: rows of `jspec.dispatch`.
+    """
+
+    ms: float | None
+    share: float | None = None
+    packing: float = 0
+    gigabytes: float = 0
+    choices: Sequence[Row] = ()
+
+    def __str__(self) -> str:
+        if self.ms is None:
+            return f"{self.gigabytes:.0f} GB"
+        return number(self.ms) + (f" ({self.share:.0%})" if self.share else "")
+
+
+def step_times(runs: Sequence[Run]) -> dict[Place, dict[str, StepTime]]:
+    """Greedy steps that ran by more than the default: random weights at a model's shape, then real
+    models; times by the name of the backend."""
+    times: dict[Place, dict[str, StepTime]] = {}
     for run in runs:
         for row in run.rows:
-            if row.get("operation") == "backend" and (cell := _step_cell(row)):
+            if row.get("operation") == "backend" and (time := _random_step(row)):
                 case = row["case"]
-                words = f"{case['model']}, B={case['B']}, S={kilo(case['S'])}"
-                words += f", {case['draft']}, {case['sampling']}"
-                by_case.setdefault((run.card, words), {}).setdefault(row["name"], cell)
-                _note(row["name"], row.get("backends", ()), notes)
-    for at, rows in _real_steps(runs, (PLAIN, "vegas")).items():
-        by_case[at] = {column: _real_cell(row) for column, row in rows.items()}
-    return _by_backend(by_case, notes) or f"Steps by backend: {NOT_MEASURED}.\n"
+                words = f"B={case['B']}, S={kilo(case['S'])}, {case['draft']}"
+                place = Place(run.card, f"{case['model']}, random weights", words)
+                times.setdefault(place, {}).setdefault(row["name"], time)
+    times |= _real_steps(runs, (PLAIN, "vegas", *TREES.values(), *TREES))
+    return {
+        place: by_name
+        for place, by_name in times.items()
+        if set(by_name) - {DEFAULT_BACKENDS} and any(x.ms is not None for x in by_name.values())
+    }
 
 
-def tree_steps(runs: Sequence[Run]) -> str:
-    """Steps of real models that draft trees, by backend, and those of chains as wide, which pack
-    nothing."""
-    notes = dict[str, Notes]()
-    by_case: dict[Place, dict[str, str]] = {}
-    for at, rows in _real_steps(runs, (*TREES.values(), *TREES)).items():
-        by_case[at] = {column: _real_cell(row) for column, row in rows.items()}
-        for column, row in rows.items():
-            if row["name"] in TREES:
-                _note(column, row.get("backends", ()), notes)
-    return _by_backend(by_case, notes) or f"Steps with trees by backend: {NOT_MEASURED}.\n"
+def _random_step(row: Row) -> StepTime | None:
+    """None for a step that was wrong, or could not run for another reason than memory."""
+    choices = row.get("backends", ())
+    if best_clock(row):
+        return StepTime(microseconds(row) / 1e3, 1 / row["over_floor"], choices=choices)
+    if row["checked"] is None and "memory" in row:
+        return StepTime(None, gigabytes=row["memory"]["peak_bytes"] / 1e9)
+    return None
 
 
-def _real_steps(runs: Sequence[Run], names: Sequence[str]) -> dict[Place, dict[str, Row]]:
-    """Greedy steps of real models with drafters of these ``names``: a row for each backend.
+def _real_steps(runs: Sequence[Run], names: Sequence[str]) -> dict[Place, dict[str, StepTime]]:
+    """Greedy steps of real models with drafters of these ``names``.
 
     Of several results the last counts that has more than the default.
     """
@@ -67,61 +108,67 @@ def _real_steps(runs: Sequence[Run], names: Sequence[str]) -> dict[Place, dict[s
         if row.get("operation") == "real" and row["checked"] and "step_ns" in row
         if row["case"]["sampling"] == "greedy"
     ]
-    by_date: dict[Place, dict[str, dict[str, Row]]] = {}
+    by_date: dict[Place, dict[str, dict[str, StepTime]]] = {}
     for name in names:
         for card, row in ((card, row) for card, row in timed if row["name"] == name):
             case = row["case"]
-            words = f"{case['model']} (real), B={case['B']}, S={kilo(case['S'])}"
-            words += ", plain" if name == PLAIN else f", {name}, gamma={case['gamma']}"
-            of_case = by_date.setdefault((card, f"{words}, greedy"), {})
-            of_case.setdefault(row["date"], {})[case["backends"]] = row
+            draft = "plain" if name == PLAIN else f"{name}({case['gamma']})"
+            words = f"B={case['B']}, S={kilo(case['S'])}, {draft}"
+            place = Place(card, f"{case['model']}, real texts", words)
+            of_date = by_date.setdefault(place, {}).setdefault(row["date"], {})
+            of_date[case["backends"]] = _real_step(row)
     return {
-        at: rows
-        for at, dates in by_date.items()
-        for _, rows in sorted(dates.items())
-        if set(rows) - {DEFAULT_BACKENDS}
+        place: times
+        for place, dates in by_date.items()
+        for _, times in sorted(dates.items())
+        if set(times) - {DEFAULT_BACKENDS}
     }
 
 
-def _real_cell(row: Row) -> str:
-    """The time of a step, over its floor in brackets, and the share of it that packing takes."""
-    time = step_ms(row)
+def _real_step(row: Row) -> StepTime:
+    time, shares = step_ms(row), limits(row)
     assert time is not None
-    words = f"{time:.2f} ms"
-    if "floors_ns" in row:
-        words += f" ({1e6 * time / sum(row['floors_ns'].values()):.2f})"
-    shares = limits(row)
-    return words + (f", packing {shares.packing:.2%}" if shares and shares.packing else "")
-
-
-def _by_backend(by_case: Mapping[Place, Mapping[str, str]], notes: Mapping[str, Notes]) -> str:
-    """A line for each step that ran by more than the default, and what ran in place of a preferred
-    backend; "" without lines."""
-    lines = []
-    for (card, words), cells in by_case.items():
-        if set(cells) - {DEFAULT_BACKENDS} and not all(
-            x.startswith("needs") for x in cells.values()
-        ):
-            columns = {x: cells.get(x, NOT_MEASURED) for x in (DEFAULT_BACKENDS, *COLUMNS)}
-            lines.append(Line({"step": words, "card": card} | columns))
-    if not lines:
-        return ""
-    words = "".join(f"- {column}: {_in_words(of_column)}\n" for column, of_column in notes.items())
-    return table(lines, 2) + (
-        f"\nWhat ran in place of the preferred backend:\n\n{words}" if notes else ""
+    floor = sum(row["floors_ns"].values()) / 1e6 if "floors_ns" in row else None
+    return StepTime(
+        time,
+        floor and floor / time,
+        shares.packing if shares else 0,
+        choices=row.get("backends", ()),
     )
 
 
-def _step_cell(row: Row) -> str | None:
-    """The time of a step, over its floor in brackets, or the memory that the card lacks.
+def steps(runs: Sequence[Run]) -> str:
+    """Whole steps by backend, a table for each model, what packing takes, and what ran in place of
+    a preferred backend."""
+    times = step_times(runs)
+    parts = []
+    for model in dict.fromkeys(place.model for place in times):
+        lines = [
+            Line(
+                {"step": place.words, "card": place.card}
+                | {x: str(by_name.get(x, NO_TIME)) for x in (DEFAULT_BACKENDS, *COLUMNS)}
+            )
+            for place, by_name in times.items()
+            if place.model == model
+        ]
+        alike, lines = without_constants(lines, ["card"], {*(place.card for place in times)})
+        card = "".join(f", {card}" for card in alike.values())
+        parts.append(f"**{model}**, greedy{card}:\n\n{table(lines, 2 - len(alike))}")
+    parts += [_packing(place.words, by_name) for place, by_name in times.items()]
+    notes: dict[str, Notes] = {}
+    for by_name in times.values():
+        for preferred, time in by_name.items():
+            if preferred != DEFAULT_BACKENDS:
+                _note(preferred, time.choices, notes)
+    if notes:
+        items = (wrapped(f"- {x}: {_in_words(notes[x])}", "  ") for x in COLUMNS if x in notes)
+        parts.append("What ran in place of the preferred backend:\n\n" + "".join(items))
+    return "\n".join(filter(None, parts)) or f"Steps by backend: {NOT_MEASURED}.\n"
 
-    None for a step that was wrong, or could not run for another reason.
-    """
-    if best_clock(row):
-        return f"{ms(microseconds(row))} ms ({row['over_floor']:.2f})"
-    if row["checked"] is None and "memory" in row:
-        return f"needs {row['memory']['peak_bytes'] / 1e9:.0f} GB"
-    return None
+
+def _packing(words: str, by_name: Mapping[str, StepTime]) -> str:
+    shares = [f"{x}: {time.packing:.2%}" for x, time in by_name.items() if time.packing]
+    return wrapped(f"Share of packing in {words}: {', '.join(shares)}.") if shares else ""
 
 
 def _note(preferred: str, choices: Sequence[Row], notes: dict[str, Notes]) -> None:
@@ -133,15 +180,18 @@ def _note(preferred: str, choices: Sequence[Row], notes: dict[str, Notes]) -> No
 
 
 def _in_words(notes: Notes) -> str:
+    """A reason is left out where it is that the operation has no such backend."""
     return ", ".join(
-        f"`{operation}` by {' and '.join(backends)} ({reason})"
+        f"`{operation}` by {' and '.join(backends)}"
+        + ("" if reason.startswith("it has no backend") else f" ({reason})")
         for (operation, reason), backends in notes.items()
     )
 
 
 def sharded(runs: Sequence[Run]) -> str:
-    """A layer's attention on several GPUs, by kernel and by exchange."""
-    by_case: dict[tuple[str, str], dict[str, str]] = {}
+    """A layer's attention on several GPUs: a table by kernel and one by exchange."""
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    cells: dict[tuple[Any, ...], dict[str, str]] = {}
     for run in runs:
         for row in run.rows:
             if row.get("operation") != "attend" or best_clock(row) is None:
@@ -151,17 +201,24 @@ def sharded(runs: Sequence[Run]) -> str:
                 continue
             if case["kvp"] * case["tpa"] == 1:
                 continue
-            words = f"KVP={case['kvp']}, TPA={case['tpa']}, B={case['B']}, S={kilo(case['S'])}"
-            words += f", {case['heads']} heads, T={case['T']}"
+            shape = {"KVP": case["kvp"], "TPA": case["tpa"]}
+            shape |= {key: case[key] for key in ("B", "S", "heads", "T")}
             kernel, exchange = case["kernel"], case["exchange"]
             column = f"exchange {exchange}" if kernel == DEFAULT_BACKENDS else f"kernel {kernel}"
-            cells = by_case.setdefault((run.card, words), {})
-            cells.setdefault(column, f"{number(microseconds(row))} us")
-    columns = [f"kernel {name}" for name in COLUMNS]
-    columns += [f"exchange {name}" for name in ("xla", "pallas", "cuda")]
-    lines = [
-        Line({"attention": words, "card": card} | {x: cells.get(x, NOT_MEASURED) for x in columns})
-        for (card, words), cells in by_case.items()
-        if len(cells) > 1
-    ]
-    return table(lines, 2) or f"Sharded attention by kernel and exchange: {NOT_MEASURED}.\n"
+            place = (run.card, *shape.values())
+            cases[place] = shape
+            cells.setdefault(place, {}).setdefault(column, number(microseconds(row)))
+    places = [place for place in cases if len(cells[place]) > 1]
+    if not places:
+        return f"Sharded attention by kernel and exchange: {NOT_MEASURED}.\n"
+    shared = common([cases[place] for place in places])
+    parts = [f"{case_words(shared)}.\n"]
+    exchanges = {"NCCL": "xla", "pallas": "pallas", "cuda": "cuda"}
+    for kind, names in {"kernel": {x: x for x in COLUMNS}, "exchange": exchanges}.items():
+        lines = []
+        for place in places:
+            words = case_words({k: v for k, v in cases[place].items() if k not in shared})
+            times = {x: cells[place].get(f"{kind} {name}", NO_TIME) for x, name in names.items()}
+            lines.append(Line({kind: words, "card": place[0]} | times))
+        parts.append(table(lines, 2))
+    return "\n".join(parts)

@@ -38,6 +38,10 @@ def run(*rows, suite="attention", date="2026-01-01", device="NVIDIA H100 80GB HB
     return Run("h100", suite, "", {"machine": machine, "ceilings": CEILINGS, "rows": list(rows)})
 
 
+def words(text):
+    return " ".join(text.split())
+
+
 def lines(text):
     """The cells of a table's lines."""
     table = [line for line in text.splitlines() if line.startswith("|")][2:]
@@ -51,17 +55,33 @@ def test_a_line_has_every_backend_the_best_rival_and_reasons():
     text = comparison.operations(
         "attention", [run(*rows, refused, row("fa3", 100), row("cudnn", 250))]
     )
-    first = lines(text)[0]
-    assert first[:3] == ["attention", "B=4, S=128K, T=1, heads=32/8, H=128", "H100"]
-    assert first[3:] == [
-        "**125 us (80%)**",
-        "[1]",
-        "200 us (50%)",
-        "500 us (20%)",
-        "100 us (100%), fa3",
-    ]
+    title = "`attention`, long-context attention: heads=32/8, H=128. Not timed on an H100: "
+    assert f"{title}B=4, S=128K, T=10; B=8, S=32K, T=1." in words(text)
+    (cells,) = lines(text)
+    assert cells[:4] == ["4", "128K", "1", "H100"]
+    assert cells[4:] == ["**125 (80%)**", "[1]", "200 (50%)", "500 (20%)", "100, fa3"]
     assert "[1] H=128 is not 64" in text
-    assert lines(text)[1][3:] == [comparison.NOT_MEASURED] * 5
+    assert words(text).count("Not measured.") == len(comparison.FAMILIES["attention"]) - 1
+
+
+def test_what_all_lines_share_stands_above_the_table():
+    refused = {"name": "pallas", "checked": None, "reason": "no 8 bits"}
+    case = CASE | {"cache": "float8_e4m3fn"}
+    rows = [
+        row(name, time, case=case | {"T": t})
+        for t in (1, 10)
+        for name, time in {"cuda": 200, "triton": 100 + 10 * t}.items()
+    ]
+    rows += [{"operation": "attention", "case": case | {"T": t}} | refused for t in (1, 10)]
+    text = comparison.operations("attention", [run(*rows)])
+    sentences = "Timed on an H100 only. Without pallas: no 8 bits. Without xla: not timed."
+    assert sentences in words(text)
+    assert "| T | cuda | triton |" in text  # two equal times are no constant column
+    assert lines(text) == [["1", "200 (50%)", "110 (91%)"], ["10", "200 (50%)", "200 (50%)"]]
+    other = [row(name, 100, case=case) for name in ("cuda", "triton")]
+    text = comparison.operations("attention", [run(*rows), run(*other, device="NVIDIA H200")])
+    assert "Not timed on an H200: T=10." in words(text)
+    assert [cells[:2] for cells in lines(text)] == [["1", "H100"], ["", "H200"], ["10", "H100"]]
 
 
 def test_of_several_runs_that_with_most_backends_stands_and_others_fill_gaps():
@@ -75,13 +95,22 @@ def test_of_several_runs_that_with_most_backends_stands_and_others_fill_gaps():
     assert same.timed == point.timed
 
 
-def test_slowdowns_are_ratios_to_the_fastest_backend_over_the_cases_of_an_operation():
+def test_answers_are_ratios_to_the_fastest_backend_over_all_cases_and_cards():
     other, single = {"case": CASE | {"T": 10}}, {"case": CASE | {"B": 8, "S": 32768}}
     rows = [row("triton", 200), row("pallas", 250), row("xla", 900), row("fa3", 100)]
-    rows += [row("triton", 300, **other), row("cuda", 200, **other), row("xla", 500, **other)]
     rows += [row("pallas", 10, **single), row("triton", 20, **single)]
-    (cells,) = lines(comparison.slowdowns([run(*rows)]))
-    assert cells == ["attention", "H100", "2", "1.25", "1.00", "1.00 to 1.50", "2.50 to 4.50"]
+    late = [row("triton", 300, **other), row("cuda", 200, **other), row("xla", 500, **other)]
+    runs = [run(*rows), run(*late, device="NVIDIA H200")]
+    (cells,) = lines(comparison.answers(runs))
+    span = ["1.25*", "1.00*", "1.00 to 1.50", "2.50 to 4.50"]
+    assert cells == ["long-context attention", "triton", *span]
+    near = [row("triton", 300), row("pallas", 309), row("xla", 312)]
+    (cells,) = lines(comparison.answers([run(*near)]))
+    assert cells[1:] == ["triton, pallas", "1.03", "-", "1.00", "1.04"]
+    steps = [step("default", 8), step("pallas", 10), step("cuda", 8), step("xla", 20)]
+    (cells,) = lines(comparison.answers([run(*steps, suite="decode")]))
+    assert cells == ["a step of m", "cuda", "1.25", "1.00", "-", "2.50"]
+    assert "not measured" in comparison.answers([])
 
 
 def test_scans_compare_the_naive_kernel_with_the_ballot_kernel():
@@ -92,7 +121,7 @@ def test_scans_compare_the_naive_kernel_with_the_ballot_kernel():
 
     rows = [scan("cuda_naive", 25), scan("cuda", 1.25), scan("xla", 5)]
     (cells,) = lines(comparison.scans([run(*rows, suite="verify")]))
-    assert cells[1:] == ["H100", "25.0 us", "1.25 us", "20.00x"]
+    assert cells == ["25.0", "1.25", "20.00x"]
     assert "not measured" in comparison.scans([run(*rows[1:], suite="verify")])
 
 
@@ -109,8 +138,9 @@ def test_scans_are_in_the_order_of_gamma_and_alpha():
         for case in cases
         for name in ("cuda_naive", "cuda")
     ]
-    shown = [cells[0] for cells in lines(comparison.scans([run(*rows, suite="verify")]))]
-    assert shown == [f"B=32, gamma={g}, alpha={a}" for g, a in ((8, 0.3), (8, 0.9), (128, 0.9))]
+    text = comparison.scans([run(*rows, suite="verify")])
+    assert text.startswith("B=32, card=H100.\n")
+    assert [cells[:2] for cells in lines(text)] == [["8", "0.3"], ["", "0.9"], ["128", "0.9"]]
 
 
 def test_the_packing_of_a_path_is_timed_in_a_loop():
@@ -131,17 +161,18 @@ def test_steps_say_what_another_backend_ran():
     rows = [step("default", 8), step("pallas", 9, backends=[choice])]
     text = whole.steps([run(*rows, suite="decode")])
     (cells,) = lines(text)
-    assert cells[:2] == ["m, B=4, S=8K, vegas, greedy", "H100"]
-    assert cells[2:] == ["8.00 ms (1.25)", "9.00 ms (1.25)", *["not measured"] * 3]
-    assert "- pallas: `linear` by xla (it has no backend pallas)\n" in text
+    assert "**m, random weights**, greedy:" in text
+    assert cells[:2] == ["B=4, S=8K, vegas", "H100"]
+    assert cells[2:] == ["8.00 (80%)", "9.00 (80%)", *["-"] * 3]
+    assert "- pallas: `linear` by xla\n" in text
     assert "not measured" in whole.steps([run(step("default", 8), suite="decode")])
     refused = {"operation": "backend", "case": rows[0]["case"], "name": "xla", "checked": None}
     refused |= {"reason": "it needs 161.6 GB", "memory": {"peak_bytes": 161.6e9}}
     (cells,) = lines(whole.steps([run(*rows, refused, suite="decode")]))
-    assert cells[-1] == "needs 162 GB"
+    assert cells[-1] == "162 GB"
     wrong = refused | {"checked": False}
     (cells,) = lines(whole.steps([run(*rows, wrong, suite="decode")]))
-    assert cells[-1] == "not measured"
+    assert cells[-1] == "-"
     # No line for a card that has room for none.
     assert "not measured" in whole.steps([run(refused, suite="decode")])
 
@@ -158,7 +189,7 @@ def test_real_steps_by_backend_are_of_one_day():
     second = [timed(6, "2", "default"), timed(7, "2", "cuda")]
     rows = [timed(5, "3", "default"), *second, *first]
     (cells,) = lines(whole.steps([run(*rows, suite="real")]))
-    assert cells[2:5] == ["6.00 ms", "not measured", "7.00 ms"]
+    assert cells[2:5] == ["6.00", "-", "7.00"]
 
 
 def test_steps_with_trees_say_what_packing_takes_and_what_fell_back():
@@ -185,23 +216,17 @@ def test_steps_with_trees_say_what_packing_takes_and_what_fell_back():
         timed("vegas", 9, "cuda"),
         timed("ngram-tree", 1, "cuda", "t0.8"),
     ]
-    text = whole.tree_steps([run(*rows, suite="real")])
-    chain, branching = lines(text)
-    missing = "not measured"
-    assert chain[0] == "m (real), B=12, S=2K, ngram-1, gamma=15, greedy"
-    assert chain[2:] == ["3.00 ms (3.00)", missing, "4.00 ms (4.00)", missing, missing]
-    assert branching[0] == "m (real), B=12, S=2K, ngram-tree, gamma=15, greedy"
-    assert branching[2:5] == [
-        "4.00 ms (4.00), packing 0.50%",
-        missing,
-        "5.00 ms (5.00), packing 0.40%",
-    ]
-    assert branching[5] == "8.00 ms (8.00)"
+    text = whole.steps([run(*rows, suite="real")])
+    vegas, chain, branching = lines(text)
+    assert "**m, real texts**, greedy, H100:" in text
+    assert vegas[0] == "B=12, S=2K, vegas(15)"
+    assert chain == ["B=12, S=2K, ngram-1(15)", "3.00 (33%)", "-", "4.00 (25%)", "-", "-"]
+    assert branching[0] == "B=12, S=2K, ngram-tree(15)"
+    assert branching[1:] == ["4.00 (25%)", "-", "5.00 (20%)", "8.00 (12%)", "-"]
+    assert "Share of packing in B=12, S=2K, ngram-tree(15): default: 0.50%, cuda: 0.40%.\n" in text
     assert text.endswith(f"backend:\n\n- triton: `pack_path` by cuda ({old})\n")
-    (steps,) = lines(whole.steps([run(*rows, suite="real")]))
-    assert steps[0] == "m (real), B=12, S=2K, vegas, gamma=15, greedy"
     only_default = [run(rows[0], rows[3], suite="real")]
-    assert whole.tree_steps(only_default) == "Steps with trees by backend: not measured.\n"
+    assert whole.steps(only_default) == "Steps by backend: not measured.\n"
 
 
 def test_sharded_attention_is_by_kernel_and_by_exchange():
@@ -217,10 +242,15 @@ def test_sharded_attention_is_by_kernel_and_by_exchange():
         attend(70, kernel="triton"),
         attend(9, overlap=2),
     ]
-    (cells,) = lines(whole.sharded([run(*rows, suite="helix")]))
-    assert cells[0] == "KVP=2, TPA=1, B=8, S=128K, 128/8 heads, T=1"
-    missing = "not measured"
-    assert cells[2:] == [missing, missing, "70.0 us", missing, "60.0 us", missing, "50.0 us"]
+    four = [attend(30, kvp=4), attend(20, kvp=4, exchange="pallas")]
+    text = whole.sharded([run(*rows, *four, suite="helix")])
+    assert text.startswith("TPA=1, B=8, S=128K, heads=128/8, T=1.\n")
+    kernel, exchange = (lines(table) for table in text.split("\n\n")[1:])
+    assert kernel[0] == ["KVP=2", "H100", "-", "-", "70.0", "-"]
+    assert exchange == [
+        ["KVP=2", "H100", "60.0", "-", "50.0"],
+        ["KVP=4", "H100", "30.0", "20.0", "-"],
+    ]
 
 
 def test_a_picture_has_a_bar_for_each_time(tmp_path):
@@ -274,6 +304,7 @@ def test_the_committed_page_is_that_of_the_results():
         "not written", "not measured"
     )
     assert set(re.findall(r"<!-- table ([a-z ]+):", page)) == set(comparison.TABLES)
+    assert max(map(len, page.splitlines())) <= 100
     for picture in re.findall(r"\]\((.*?\.png)\)", page):
         assert (report.DOCS / picture).exists()
 
