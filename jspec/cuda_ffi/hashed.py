@@ -24,6 +24,7 @@ from jspec.typing import Array
 MAX_SCORE = 4095
 MAX_SLOTS = 2**30  # of a row, and of a selection
 MIN_CHUNK, MAX_CHUNK = 256, 4096  # slots of a row that a block scores
+EVEN_CHUNK = 1024  # at least, where smaller blocks only share the slots more evenly
 SCORE_BYTES = 32768  # bytes of scores that a block holds at once
 MAX_PARTS = 1024  # blocks that share a row after its scores
 SIZES = (64, 128, 256)  # channels of a head
@@ -58,7 +59,14 @@ def hash_cut(k_codes: Array, highest: int, blocks: int = 2) -> HashCut:
     *batch, n, heads, words = k_codes.shape
     together = min(heads, 32 // words)  # a block scores heads whose codes are 128 bytes
     lines, chunk = math.prod(batch) * -(-heads // together), MAX_CHUNK
+
+    def at_most(chunk: int) -> int:
+        """Slots that the busiest multiprocessor scores."""
+        return -(-lines * -(-n // chunk) // multiprocessors()) * chunk
+
     while chunk > MIN_CHUNK and lines * -(-n // chunk) < 0.9 * multiprocessors():
+        chunk //= 2
+    while chunk > EVEN_CHUNK and 1.1 * at_most(chunk // 2) < at_most(chunk):
         chunk //= 2
     fit = blocks * multiprocessors() // max(math.prod(batch) * heads, 1)
     return HashCut(chunk, max(min(fit, -(-n * _bytes(highest) // SCORE_BYTES), MAX_PARTS), 1))

@@ -273,6 +273,11 @@ inline int __reduce_max_sync(unsigned, int value) {
   for (const int x : emulator::warp_values(value)) value = max(value, x);
   return value;
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  unsigned sum = 0;
+  for (const unsigned x : emulator::warp_values(value)) sum += x;
+  return sum;
+}
 inline int __reduce_min_sync(unsigned, int value) {
   for (const int x : emulator::warp_values(value)) value = min(value, x);
   return value;
@@ -289,7 +294,11 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename T>
 T __ldg(const T* from) { return *from; }
+template <typename T>
+T __ldcg(const T* from) { return *from; }
+inline void __threadfence() {}
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 template <typename T>
@@ -386,6 +395,11 @@ template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) { return cudaSuccess; }
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, int, int) { return cudaSuccess; }
+
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
+  return *blocks = 1, cudaSuccess;
+}
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   // Few multiprocessors, so that a persistent program has several items.

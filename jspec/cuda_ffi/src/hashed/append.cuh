@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kEncoding)
     position[i] = __ldg(layer.positions + batch);
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
-      first[i][j] = __uint_as_float(uint32_t(__ldg(from + j * 32)) << 16);
-      second[i][j] = __uint_as_float(uint32_t(__ldg(from + j * 32 + SIZE / 2)) << 16);
+      first[i][j] = wide(__ldg(from + j * 32));
+      second[i][j] = wide(__ldg(from + j * 32 + SIZE / 2));
       const int64_t angle = batch * (SIZE / 2) + j * 32 + lane;
       cosine[i][j] = __ldg(layer.cosine + angle);
       sine[i][j] = __ldg(layer.sine + angle);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kEncoding)
       const float eps = is_key ? layer.k_eps : layer.q_eps;
       const float root = 1 / __fsqrt_rn(squares / SIZE + eps);
       // Rounded where the model rounds: after the norm, and after its scale.
-      const auto rounded = [](float y) { return __uint_as_float(uint32_t(bfloat16_of(y)) << 16); };
+      const auto rounded = [](float y) { return wide(narrow(y)); };
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
         const int c = j * 32 + lane;
@@ -95,11 +95,11 @@ __global__ void __launch_bounds__(kEncoding)
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       const int c = j * 32 + lane;
-      const uint16_t one = bfloat16_of(first[i][j] * cosine[i][j] - second[i][j] * sine[i][j]);
-      const uint16_t two = bfloat16_of(second[i][j] * cosine[i][j] + first[i][j] * sine[i][j]);
+      const uint16_t one = narrow(first[i][j] * cosine[i][j] - second[i][j] * sine[i][j]);
+      const uint16_t two = narrow(second[i][j] * cosine[i][j] + first[i][j] * sine[i][j]);
       // Codes are of what the cache and the queries hold.
-      to[c] = __uint_as_float(uint32_t(one) << 16);
-      to[c + SIZE / 2] = __uint_as_float(uint32_t(two) << 16);
+      to[c] = wide(one);
+      to[c + SIZE / 2] = wide(two);
       if (writes) turned[c] = one, turned[c + SIZE / 2] = two;
     }
     if (writes && is_key) {

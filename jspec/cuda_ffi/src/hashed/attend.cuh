@@ -1,7 +1,9 @@
 // The kernel that picks the slots of a row and attends to them.
 #pragma once
 
+#include "common/bfloat16.cuh"
 #include "common/dependent.cuh"
+#include "common/ptx.cuh"
 #include "hashed/pick.cuh"
 
 namespace jspec {
@@ -10,23 +12,6 @@ constexpr float kLowestScore = -1e30f;  // below all scores, and no infinity: di
 // Keys that a stream of lanes reads at once.
 template <int ROWS>
 constexpr int kAtOnce = ROWS == 4 ? 4 : 2;
-
-__device__ __forceinline__ float2 floats_of_two(uint32_t two) {
-  return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
-}
-
-// Bits of the nearest bfloat16, ties to even; NaN stays one.
-__device__ __forceinline__ uint16_t bfloat16_of(float x) {
-  uint16_t bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
-}
-
-__device__ __forceinline__ float power_of_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Sums of a softmax over some keys, of ROWS query heads: the highest score, the sum of powers of 2 of
 // the differences to it, and eight channels of the sum of values that they weigh.
@@ -39,8 +24,8 @@ struct Sums {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const float other = __shfl_xor_sync(kAllLanes, top[r], step);
-      const float most = fmaxf(top[r], other), own = power_of_2(top[r] - most);
-      const float its = power_of_2(other - most);
+      const float most = fmaxf(top[r], other), own = exp2_fast(top[r] - most);
+      const float its = exp2_fast(other - most);
       weight[r] = weight[r] * own + __shfl_xor_sync(kAllLanes, weight[r], step) * its;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -107,9 +92,8 @@ __device__ void attend(const Hash& hash, const Layer& layer, const HashPlan& pla
     const uint32_t words[] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 two = floats_of_two(words[i]);
-      q[r][2 * i] = two.x * scale;
-      q[r][2 * i + 1] = two.y * scale;
+      q[r][2 * i] = low(words[i]) * scale;
+      q[r][2 * i + 1] = high(words[i]) * scale;
     }
     sums.top[r] = kLowestScore;
     sums.weight[r] = 0;
@@ -147,11 +131,10 @@ __device__ void attend(const Hash& hash, const Layer& layer, const HashPlan& pla
       for (int r = 0; r < ROWS; ++r) score[u][r] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 two = floats_of_two(words[i]);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-          score[u][r] = fmaf(q[r][2 * i], two.x, score[u][r]);
-          score[u][r] = fmaf(q[r][2 * i + 1], two.y, score[u][r]);
+          score[u][r] = fmaf(q[r][2 * i], low(words[i]), score[u][r]);
+          score[u][r] = fmaf(q[r][2 * i + 1], high(words[i]), score[u][r]);
         }
       }
     }
@@ -170,14 +153,14 @@ __device__ void attend(const Hash& hash, const Layer& layer, const HashPlan& pla
       float top = sums.top[r];
 #pragma unroll
       for (int u = 0; u < kKeys; ++u) top = live[u] ? fmaxf(top, score[u][r]) : top;
-      const float kept = power_of_2(sums.top[r] - top);
+      const float kept = exp2_fast(sums.top[r] - top);
       sums.top[r] = top;
       sums.weight[r] *= kept;
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums.out[r][i] *= kept;
 #pragma unroll
       for (int u = 0; u < kKeys; ++u) {
-        score[u][r] = live[u] ? power_of_2(score[u][r] - top) : 0;
+        score[u][r] = live[u] ? exp2_fast(score[u][r] - top) : 0;
         sums.weight[r] += score[u][r];
       }
     }
@@ -186,11 +169,10 @@ __device__ void attend(const Hash& hash, const Layer& layer, const HashPlan& pla
       const uint32_t words[] = {v[u].x, v[u].y, v[u].z, v[u].w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 two = floats_of_two(words[i]);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-          sums.out[r][2 * i] = fmaf(score[u][r], two.x, sums.out[r][2 * i]);
-          sums.out[r][2 * i + 1] = fmaf(score[u][r], two.y, sums.out[r][2 * i + 1]);
+          sums.out[r][2 * i] = fmaf(score[u][r], low(words[i]), sums.out[r][2 * i]);
+          sums.out[r][2 * i + 1] = fmaf(score[u][r], high(words[i]), sums.out[r][2 * i + 1]);
         }
       }
     }
@@ -220,7 +202,7 @@ __device__ void attend(const Hash& hash, const Layer& layer, const HashPlan& pla
     for (int i = 0; i < count; ++i) top = fmaxf(top, of(i).x);
     for (int i = 0; i < count; ++i) {
       const float2 own = of(i);
-      const float share = power_of_2(own.x - top);
+      const float share = exp2_fast(own.x - top);
       weight += own.y * share;
       out += channel_of(i) * share;
     }
@@ -232,7 +214,7 @@ __device__ void attend(const Hash& hash, const Layer& layer, const HashPlan& pla
       return;
     }
     const int64_t to = row * group + r;
-    layer.out[to * SIZE + channel] = bfloat16_of(weight > 0 ? out / weight : 0);
+    layer.out[to * SIZE + channel] = narrow(weight > 0 ? out / weight : 0);
     if (channel == 0) {
       layer.lse[to] = weight > 0 ? (top + log2f(weight)) * 0.6931471805599453f : -INFINITY;
     }
@@ -298,9 +280,9 @@ __global__ void __launch_bounds__(kPicking, ROWS <= 2 ? 2 : 1)
                      reinterpret_cast<float*>(shared));
 }
 
-// The slots alone.
+// The slots alone, of up to three rows a multiprocessor at once.
 template <typename Score>
-__global__ void __launch_bounds__(kPicking, 2)
+__global__ void __launch_bounds__(kPicking, 3)
     pick_kernel(const __grid_constant__ Hash hash, const __grid_constant__ HashPlan plan,
                 const HashCut cut, uint32_t* memory) {
   extern __shared__ __align__(16) uint32_t shared[];

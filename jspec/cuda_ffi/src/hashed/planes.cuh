@@ -6,15 +6,16 @@
 
 namespace jspec {
 
-constexpr int kMostPlanes = 8;  // for fewer than 128 codes of queries
+constexpr int kMostDigits = 8;  // of two's complement, for fewer than 128 codes of queries
 
-// What a key meets in place of Q codes of queries. c of them have a 1 at a bit: u = c - Q / 2, rounded
-// down, is a number of two's complement, whose digits at all bits are the planes. A key with the bits
-// k shares  base + 2 sum(k u) - (Q odd) sum(k)  bits with the queries, where base is what a key
-// without bits shares: sum(Q - c).
+// What a key meets in place of Q codes of queries. c of them have a 1 at a bit: the sign of 2 c - Q
+// at all bits is the first plane, 1 for a negative one, and the digits of |2 c - Q| / 2, rounded down,
+// are the others. A key agrees with most queries where it differs from the first plane: where the bits
+// a are 1 it shares  base + 2 sum(a |2 c - Q| / 2) + (Q odd) sum(a)  bits with the queries, and base is
+// what a key that agrees nowhere shares.
 inline int planes_of(int64_t queries) {
   int count = 1;
-  while ((int64_t(1) << (count - 1)) - 1 < (queries + 1) / 2) ++count;
+  for (int64_t most = queries / 2; most > 0; most /= 2) ++count;
   return count;
 }
 
@@ -60,30 +61,35 @@ __device__ __forceinline__ void fill_planes(const Hash& hash, int64_t batch, int
   const int own = threadIdx.x / words, word = threadIdx.x % words, head = head0 + own;
   if (own >= heads || head >= hash.heads) return;
   const int queries = hash.tokens * hash.group, half = queries / 2;
-  uint32_t digits[kMostPlanes];
+  uint32_t digits[kMostDigits];  // of c - Q / 2, rounded down
 #pragma unroll
-  for (int p = 0; p < kMostPlanes; ++p) digits[p] = -half >> p & 1 ? ~0u : 0;
+  for (int p = 0; p < kMostDigits; ++p) digits[p] = (half - queries) >> p & 1 ? ~0u : 0;
   for (int i = 0; i < queries; ++i) {
     const int64_t token = batch * hash.tokens + i / hash.group;
     const int64_t at = (token * hash.heads + head) * hash.group + i % hash.group;
     uint32_t carry = hash.q_codes[at * words + word];
 #pragma unroll
-    for (int p = 0; p < kMostPlanes; ++p) {
+    for (int p = 0; p < kMostDigits; ++p) {
       const uint32_t next = digits[p] & carry;
       digits[p] ^= carry;
       carry = next;
     }
   }
-  int sum = half * 32;  // of c over the word's bits
+  const uint32_t sign = digits[kMostDigits - 1];
+  planes[own * words + word] = sign;
+  int sum = half * 32;  // of half - |2 c - Q| / 2 over the word's bits
+  // The magnitude of a negative x is ~x + 1, and that of x + 1/2, for odd Q, is ~x + 1/2.
+  uint32_t carry = queries % 2 ? 0 : sign;
 #pragma unroll
-  for (int p = 0; p < kMostPlanes; ++p) {
-    if (p < count) {
-      planes[(p * heads + own) * words + word] = digits[p];
-      const int weight = p + 1 == count ? -(1 << p) : 1 << p;
-      sum += weight * __popc(digits[p]);
+  for (int p = 0; p < kMostDigits - 1; ++p) {
+    const uint32_t digit = digits[p] ^ sign, magnitude = digit ^ carry;
+    carry &= digit;
+    if (p + 1 < count) {
+      planes[((p + 1) * heads + own) * words + word] = magnitude;
+      sum -= __popc(magnitude) << p;
     }
   }
-  atomicAdd(base + own, queries * 32 - sum);
+  atomicAdd(base + own, sum);
 }
 
 // Scores of slots with these codes, by the only code of a query.
@@ -99,28 +105,32 @@ __device__ __forceinline__ void score_by_query(const uint32_t (&code)[S][words],
   }
 }
 
-// Adds the scores of slots with these codes, by `count` planes, which lie `stride` words apart. `base`
-// is that of `fill_planes`; `odd`: whether the number of queries is.
+// Adds the scores of slots with these codes, by `count` planes, which lie `stride` words apart, and
+// leaves the bits that agree with the first one. `base` is that of `fill_planes`; `odd`: whether the
+// number of queries is.
 template <int S, int words>
-__device__ __forceinline__ void score_by_planes(const uint32_t (&code)[S][words],
-                                                const uint32_t* planes, int stride, int count,
-                                                const int32_t* base, bool odd,
-                                                int (&score)[S]) {
-  for (int p = 0; p < count; ++p) {
-    uint32_t plane[words];
+__device__ __forceinline__ void score_by_planes(uint32_t (&code)[S][words], const uint32_t* planes,
+                                                int stride, int count, const int32_t* base,
+                                                bool odd, int (&score)[S]) {
+  uint32_t plane[words];
+  move_code<words>(planes, plane);
+  const int bits = *base;
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+#pragma unroll
+    for (int j = 0; j < words; ++j) code[i][j] ^= plane[j];
+    score[i] += bits + (odd ? count_bits<words>(code[i]) : 0);
+  }
+  for (int p = 1; p < count; ++p) {
     move_code<words>(planes + p * stride, plane);
-    const int weight = p + 1 == count ? -(2 << p) : 2 << p;
 #pragma unroll
     for (int i = 0; i < S; ++i) {
       uint32_t both[words];
 #pragma unroll
       for (int j = 0; j < words; ++j) both[j] = code[i][j] & plane[j];
-      score[i] += weight * count_bits<words>(both);
+      score[i] += count_bits<words>(both) << p;
     }
   }
-  const int bits = *base;
-#pragma unroll
-  for (int i = 0; i < S; ++i) score[i] += bits - (odd ? count_bits<words>(code[i]) : 0);
 }
 
 }  // namespace jspec
