@@ -143,7 +143,7 @@ def print_table(
             f"{stats.mean_accepted_length:.2f}  ({stats.acceptance_rate:.0%} of {stats.drafted} "
             "drafted tokens accepted)",
         )
-        rates = " ".join(f"{p.rate:.2f}" for p in stats.acceptance_by_position[:16])
+        rates = " ".join(f"{p.rate:.2f}" for p in stats.acceptance_by_position[:16] if p.attempts)
         table.add_row("acceptance by position", rates)
     if len(stats.steps_at_gamma) > 1:
         steps = ", ".join(f"{gamma}: {steps}" for gamma, steps in stats.steps_at_gamma)

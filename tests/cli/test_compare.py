@@ -1,5 +1,6 @@
 """`--compare`: identical tokens, or the same law, and how it is said."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from jspec.cli.requests import CliRequest
 from jspec.cli.show import print_table
 from jspec.config import SamplingParams
-from jspec.decode.stats import Stats
+from jspec.decode.stats import PositionRate, Stats
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,11 @@ def test_compare_tells_greedy_from_sampled_in_a_mixed_batch(rows, sampled, said,
 def test_compare_promises_no_law_of_a_lossy_policy(capsys):
     print_table(Stats.merged([]), [], compared([(1, [1], [2])], lossless=False))
     assert "tokens differ, as --policy is not lossless, " in capsys.readouterr().err
+
+
+def test_acceptance_is_shown_of_positions_that_were_drafted(capsys):
+    positions = (PositionRate(4, 3), PositionRate(2, 0), PositionRate(0, 0))
+    stats = dataclasses.replace(Stats.merged([]), drafted=6, acceptance_by_position=positions)
+    print_table(stats, [], None)
+    shown = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
+    assert "acceptance by position  0.75 0.00" in shown
