@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.cuda_ffi import library
+from jspec.cuda_ffi import gathered, library
 from jspec.dispatch import Backend, named_backend
 from jspec.gpu import multiprocessors
 from jspec.ops.append import QKRope
@@ -158,46 +158,77 @@ def hash_attention_cuda(
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
     """The CUDA backend of `jspec.ops.attention.hashed.hash_attention`: three launches, in a row.
 
-    ``counts``: int32 ``[B]``; ``cut``: another one than that for these sizes.
+    The last one picks slots and attends to them, except where there are many rows with groups:
+    then it only picks, and `gathered.gathered_cuda` attends. ``counts``: int32 ``[B]``; ``cut``:
+    another one than that for these sizes.
     """
     assert qk_rope.joined is not None  # `_supports`
     batch, _, heads, size = q.shape
     n, kv_heads, words = codes.shape[1:]
     group = heads // kv_heads
     highest = group * 32 * words
-    cut = cut or hash_cut(codes, highest, 2 if group <= 2 else 1)
+    tail = context_len[:, None] + jnp.arange(num_uncommitted, dtype=jnp.int32)[None]
+    chosen = jax.ShapeDtypeStruct((batch, kv_heads, budget), jnp.int32)
+    attention: dict[str, Any] = {"counts": None, "value_size": None}
+    attention |= {"scale": scale, "softcap": softcap}
+    gathers = _fills_the_gpu(batch * kv_heads, group) and not gathered.GATHERED.supports(
+        *(q, keys, values, positions, chosen, tail, context_len), **attention
+    )
+    blocks = 2 if gathers or group <= 2 else 1
+    cut = cut or hash_cut(codes, highest, blocks)
+    floats = 0 if gathers else group * (size + 2)
     like = functools.partial(jax.ShapeDtypeStruct, dtype=q.dtype)
     outputs = (
-        like((batch, 1, heads, v.shape[3])),
-        jax.ShapeDtypeStruct((batch, 1, heads), jnp.float32),
-        jax.ShapeDtypeStruct((batch, kv_heads, budget), jnp.int32),
+        chosen,
         *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values, codes)),
         like(q.shape),
         jax.ShapeDtypeStruct((batch, 1, heads, words), jnp.uint32),
         jax.ShapeDtypeStruct(
-            (batch, kv_heads, workspace_words(highest, n, cut, group * (size + 2))), jnp.uint32
+            (batch, kv_heads, workspace_words(highest, n, cut, floats)), jnp.uint32
         ),
     )
     # Any array stands for the scales that there are not.
     q_norm, k_norm = qk_rope.q_norm or RMS(qk_rope.cosine), qk_rope.k_norm or RMS(qk_rope.cosine)
-    out, lse, slots, keys, values, codes, *_ = library.call(
-        "hash_attention",
-        outputs,
-        *(qk_rope.joined, qk_rope.cosine, qk_rope.sine),
-        *(x.scale.astype(jnp.float32) for x in (q_norm, k_norm)),
-        *(w, positions, keys, values, codes, context_len, counts),
+    call = functools.partial(
+        library.call,
         vmap_method="sequential",
-        aliases={7: 3, 8: 4, 9: 5},
+        aliases={7: 1, 8: 2, 9: 3},
         sinks=np.int32(sinks),
         recent=np.int32(recent),
-        tail=np.int32(num_uncommitted),
         normed=np.bool_(qk_rope.q_norm is not None),
         q_eps=np.float32(q_norm.eps),
         k_eps=np.float32(k_norm.eps),
-        scale=np.float32(scale),
         **cut.attributes,
     )
+    arguments = (
+        *(qk_rope.joined, qk_rope.cosine, qk_rope.sine),
+        *(x.scale.astype(jnp.float32) for x in (q_norm, k_norm)),
+        *(w, positions, keys, values, codes, context_len, counts),
+    )
+    if gathers:
+        slots, keys, values, codes, q, *_ = call("hash_append_select", outputs, *arguments)
+        out, lse = gathered.gathered_cuda(
+            *(q, keys, values, positions, slots, tail, context_len), **attention
+        )
+        return out, lse, slots, keys, values, codes
+    attended = like((batch, 1, heads, v.shape[3])), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    slots, keys, values, codes, _, _, _, out, lse = call(
+        "hash_attention",
+        (*outputs, *attended),
+        *arguments,
+        tail=np.int32(num_uncommitted),
+        scale=np.float32(scale),
+    )
     return out, lse, slots, keys, values, codes
+
+
+def _fills_the_gpu(rows: int, group: int) -> bool:
+    """Whether no two blocks can share a row that is picked and attended to in one launch.
+
+    Of groups of more than 2 query heads a multiprocessor runs one such block at a time, which has
+    too few reads in flight, where a block of gathered attention multiplies on the matrix units.
+    """
+    return group > 2 and 2 * rows > multiprocessors()
 
 
 def _supports(

@@ -37,7 +37,7 @@ TARGETS = {
     "linear": ("linear", "linear_chain"),
     "grouped": ("grouped_linear",),
     "select": ("select",),
-    "hashed": ("hash_select", "hash_attention"),
+    "hashed": ("hash_select", "hash_append_select", "hash_attention"),
     "codes": ("hamming_scores", "hash_encode"),
     "attention": ("attention", "scored_attention"),
     "gathered": ("gathered_attention",),

@@ -3,9 +3,11 @@
 // tests/cuda_ffi/test_driver.py compiles and runs it.
 #define hash_select hash_select_on_cpu
 #define hash_attention hash_attention_on_cpu
+#define hash_append_select hash_append_select_on_cpu
 #include "hashed/hashed_cpu.cc"
 #undef hash_select
 #undef hash_attention
+#undef hash_append_select
 
 #include "device.cuh"
 
@@ -13,6 +15,8 @@ namespace jspec {
 const char* hash_select(const Hash& hash, const HashCut& cut, void* workspace, Stream stream);
 const char* hash_attention(const Hash& hash, const Layer& layer, const HashCut& cut,
                            void* workspace, Stream stream);
+const char* hash_append_select(const Hash& hash, const Layer& layer, const HashCut& cut,
+                               void* workspace, Stream stream);
 }  // namespace jspec
 
 using namespace jspec;
@@ -156,6 +160,10 @@ void try_layer(int batch, int heads, int group, int words, int size, int n, int 
   }
   expect(close(widened(host_of(d_turned)), widened(turned), normed ? 0.02f : 0), "q", host, cut);
   expect(d_values.holds(values), "values", host, cut);
+  // Attention aside, the same again.
+  cudaMemset(d_slots.data, 0xA5, slots.size() * sizeof(int32_t));
+  launched(hash_append_select(device, on_device, cut, workspace.data, nullptr));
+  if (!normed) expect(d_slots.holds(slots), "slots without attention", host, cut);
 }
 
 int main() {

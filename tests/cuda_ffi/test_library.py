@@ -118,9 +118,34 @@ OPTIONS = ("biased", "normed", "added", "gated", "transposed")  # and not exact
 GROUPED_OPTIONS = ("biased", "takes", "puts", "normed", "weighted", "gated", "clamped")
 HASH_CUT = hashed.HashCut(256, 2)
 HASH_WORDS = hashed.workspace_words(256, 256, HASH_CUT)
-LAYER_WORDS = hashed.workspace_words(128, 20, HASH_CUT, 2 * 66)
+LAYER_WORDS = hashed.workspace_words(128, 20, HASH_CUT)
 CHOSEN = ((B, 2, 5), jnp.int32)
 LAYER_COLUMNS = [*[((B, 20, 2, 64), jnp.bfloat16)] * 2, ((B, 20, 2, 2), jnp.uint32)]
+LAYER = [
+    ((B, 1, 2, 4 * 64), jnp.bfloat16),
+    *[((B, 1, 1, 32), jnp.float32)] * 2,
+    *[((64,), jnp.float32)] * 2,
+    ((2, 64, 64), jnp.float32),
+    ((B, 1), jnp.int32),
+    *LAYER_COLUMNS,
+    *[((B,), jnp.int32)] * 2,
+]
+LAYER_RESULTS = [
+    CHOSEN,
+    *LAYER_COLUMNS,
+    ((B, 1, 4, 64), jnp.bfloat16),
+    ((B, 1, 4, 2), jnp.uint32),
+    ((B, 2, LAYER_WORDS), jnp.uint32),
+]
+LAYER_OPTIONS = {
+    "sinks": np.int32(0),
+    "recent": np.int32(0),
+    "normed": np.bool_(True),
+    "q_eps": np.float32(1e-3),
+    "k_eps": np.float32(1e-3),
+    **HASH_CUT.attributes,
+}
+LAYER_ALIASES = {7: 1, 8: 2, 9: 3}
 SLOTS = ((B, 1), jnp.int32)
 CHUNKS = Cut(256, 256).attributes
 COLUMNS = [((B, S, 3, D), jnp.float32), ((B, S, 3, 2 * D), jnp.float32)]
@@ -231,29 +256,17 @@ CALLS = {
         {"with_keys": np.bool_(True)},
         None,
     ),
+    "hash_append_select": (LAYER, LAYER_RESULTS, LAYER_OPTIONS, LAYER_ALIASES),
     "hash_attention": (
+        LAYER,
         [
-            ((B, 1, 2, 4 * 64), jnp.bfloat16),
-            *[((B, 1, 1, 32), jnp.float32)] * 2,
-            *[((64,), jnp.float32)] * 2,
-            ((2, 64, 64), jnp.float32),
-            ((B, 1), jnp.int32),
-            *LAYER_COLUMNS,
-            *[((B,), jnp.int32)] * 2,
-        ],
-        [
+            *LAYER_RESULTS[:-1],
+            ((B, 2, LAYER_WORDS + 2 * 2 * 66), jnp.uint32),
             ((B, 1, 4, 64), jnp.bfloat16),
             ((B, 1, 4), jnp.float32),
-            CHOSEN,
-            *LAYER_COLUMNS,
-            ((B, 1, 4, 64), jnp.bfloat16),
-            ((B, 1, 4, 2), jnp.uint32),
-            ((B, 2, LAYER_WORDS), jnp.uint32),
         ],
-        {name: np.int32(x) for name, x in (("sinks", 0), ("recent", 0), ("tail", 1))}
-        | {name: np.float32(1e-3) for name in ("q_eps", "k_eps", "scale")}
-        | {"normed": np.bool_(True), **HASH_CUT.attributes},
-        {7: 3, 8: 4, 9: 5},
+        {**LAYER_OPTIONS, "tail": np.int32(1), "scale": np.float32(1e-3)},
+        LAYER_ALIASES,
     ),
 }
 

@@ -229,17 +229,19 @@ def _cases() -> list[Case]:
     small, drafts = ((2, 2, 20, 16, 16, 32), (2, 2, 24, 16, 16, 64))
     beyond, long_codes = ((1, 3, 20, 24, 8, 32), (1, 8, 130, 32, 32, 256))
     grouped, large_heads = ((8, 2, 700, 64, 64, 128), (4, 2, 300, 128, 128, 128))
+    small_heads = (3, 3, 150, 64, 64, 64)
     ragged = [(13, 13, 6), (0, 0, 6), (9, -1, 6), (4, 4, 6)]
     in_tail = [(17, 19, 6), (5, 5, 2), (20, 23, 0)]
     short = [(7, 7, 22), (19, 19, 40), (0, 1, 3)]
     long, others = [(699, 699, 48), (310, -1, 48)], [(129, 129, 9), (64, 64, 4)]
-    drafted = [(290, 292, 30), (20, 20, 30)]
+    drafted, padded = [(290, 292, 30), (20, 20, 30)], [(140, 141, 24), (9, -1, 24), (0, 0, 24)]
     return [
         _case("small", small, "float32", ragged, (6, 1, 2, 1, None), normed=True, small=True),
         _case("tail", drafts, "float32", in_tail, (6, 1, 2, 4, None), small=True),
         _case("beyond", beyond, "float32", short, (22, 0, 0, 2, 5.0)),
         _case("grouped", grouped, "float32", long, (48, 4, 16, 1, None), normed=True),
         _case("bfloat16", large_heads, "bfloat16", drafted, (30, 4, 16, 3, None)),
+        _case("small-heads", small_heads, "bfloat16", padded, (24, 4, 8, 2, None)),
         _case("long-codes", long_codes, "float16", others, (9, 0, 4, 1, None)),
     ]
 

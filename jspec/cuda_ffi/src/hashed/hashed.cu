@@ -53,8 +53,17 @@ const char* attended(const Hash& hash, const Layer& layer, const HashPlan& plan,
   return launch(std::integral_constant<int, 8>());
 }
 
+const char* picked(const Hash& hash, const HashPlan& plan, const HashCut& cut, uint32_t* memory,
+                   Stream stream) {
+  const int bytes = (words_of_finding(plan.bins) + 2 * kPickingWarps) * 4;
+  const auto kernel = plan.bytes == 1 ? pick_kernel<uint8_t> : pick_kernel<uint16_t>;
+  return launch_behind(kernel, hash.rows.rows * cut.parts, kPicking, bytes, true, stream, hash,
+                       plan, cut, memory);
+}
+
+// Appends the new tokens, and scores the slots.
 template <int SIZE>
-const char* layer_of(const Hash& hash, const Layer& layer, const HashPlan& plan,
+const char* appended(const Hash& hash, const Layer& layer, const HashPlan& plan,
                      const HashCut& cut, uint32_t* memory, Stream stream) {
   const int tiles = (hash.batch * (hash.group + 1) + kTogether - 1) / kTogether;
   const int bytes = (32 + kTogether) * SIZE * 4;
@@ -63,9 +72,17 @@ const char* layer_of(const Hash& hash, const Layer& layer, const HashPlan& plan,
                         false, stream, hash, layer, tiles)) {
     return error;
   }
-  if (const char* error = scored(hash, plan, cut, memory, true, stream)) return error;
-  return plan.bytes == 1 ? attended<uint8_t, SIZE>(hash, layer, plan, cut, memory, stream)
-                         : attended<uint16_t, SIZE>(hash, layer, plan, cut, memory, stream);
+  return scored(hash, plan, cut, memory, true, stream);
+}
+
+// Calls `run` with the channels of a head.
+template <typename Run>
+const char* for_size(const Layer& layer, Run run) {
+  switch (layer.size) {
+    case 64: return run(std::integral_constant<int, 64>());
+    case 128: return run(std::integral_constant<int, 128>());
+    default: return run(std::integral_constant<int, 256>());
+  }
 }
 
 }  // namespace
@@ -74,23 +91,30 @@ const char* hash_select(const Hash& hash, const HashCut& cut, void* workspace, S
   const HashPlan plan(hash.highest(), hash.rows.n, cut, 0);
   uint32_t* memory = static_cast<uint32_t*>(workspace);
   if (const char* error = scored(hash, plan, cut, memory, false, stream)) return error;
-  const int bytes = (words_of_finding(plan.bins) + 2 * kPickingWarps) * 4;
-  const auto picked = [&](auto kernel) {
-    return launch_behind(kernel, hash.rows.rows * cut.parts, kPicking, bytes, true, stream, hash,
-                         plan, cut, memory);
-  };
-  return plan.bytes == 1 ? picked(pick_kernel<uint8_t>) : picked(pick_kernel<uint16_t>);
+  return picked(hash, plan, cut, memory, stream);
+}
+
+const char* hash_append_select(const Hash& hash, const Layer& layer, const HashCut& cut,
+                               void* workspace, Stream stream) {
+  const HashPlan plan(hash.highest(), hash.rows.n, cut, 0);
+  uint32_t* memory = static_cast<uint32_t*>(workspace);
+  return for_size(layer, [&](auto size) {
+    const char* error = appended<size.value>(hash, layer, plan, cut, memory, stream);
+    return error ? error : picked(hash, plan, cut, memory, stream);
+  });
 }
 
 const char* hash_attention(const Hash& hash, const Layer& layer, const HashCut& cut,
                            void* workspace, Stream stream) {
   const HashPlan plan(hash.highest(), hash.rows.n, cut, floats_of(hash.group, layer.size));
   uint32_t* memory = static_cast<uint32_t*>(workspace);
-  switch (layer.size) {
-    case 64: return layer_of<64>(hash, layer, plan, cut, memory, stream);
-    case 128: return layer_of<128>(hash, layer, plan, cut, memory, stream);
-    default: return layer_of<256>(hash, layer, plan, cut, memory, stream);
-  }
+  return for_size(layer, [&](auto size) {
+    const char* error = appended<size.value>(hash, layer, plan, cut, memory, stream);
+    if (error) return error;
+    return plan.bytes == 1
+               ? attended<uint8_t, size.value>(hash, layer, plan, cut, memory, stream)
+               : attended<uint16_t, size.value>(hash, layer, plan, cut, memory, stream);
+  });
 }
 
 }  // namespace jspec

@@ -76,4 +76,8 @@ const char* hash_select(const Hash& hash, const HashCut& cut, void* workspace, S
 const char* hash_attention(const Hash& hash, const Layer& layer, const HashCut& cut,
                            void* workspace, Stream stream);
 
+// What comes before attention: the new token's columns, its queries and their codes, and the slots.
+const char* hash_append_select(const Hash& hash, const Layer& layer, const HashCut& cut,
+                               void* workspace, Stream stream);
+
 }  // namespace jspec

@@ -113,12 +113,17 @@ const char* hash_select(const Hash& hash, const HashCut&, void*, Stream) {
   return nullptr;
 }
 
-const char* hash_attention(const Hash& hash, const Layer& layer, const HashCut& cut,
-                           void* workspace, Stream stream) {
+const char* hash_append_select(const Hash& hash, const Layer& layer, const HashCut& cut,
+                               void* workspace, Stream stream) {
   for (int64_t row = 0; row < hash.rows.rows; ++row) {
     append(hash, layer, row / hash.heads, row % hash.heads);
   }
-  hash_select(hash, cut, workspace, stream);
+  return hash_select(hash, cut, workspace, stream);
+}
+
+const char* hash_attention(const Hash& hash, const Layer& layer, const HashCut& cut,
+                           void* workspace, Stream stream) {
+  hash_append_select(hash, layer, cut, workspace, stream);
   for (int64_t row = 0; row < hash.rows.rows; ++row) {
     const int64_t batch = row / hash.heads;
     const int32_t position = layer.positions[batch], until = layer.until[batch];

@@ -76,18 +76,17 @@ ffi::Error hash_select_call(Stream stream, ffi::RemainingArgs arguments,
 }
 
 // Arguments: joined, cosine, sine, the scales of queries and keys (any array where there is no norm),
-// w, positions, keys, values, codes, until, counts. Results: out, lse, slots, the columns, turned
-// queries, their codes, workspace.
-ffi::Error hash_attention_call(Stream stream, ffi::RemainingArgs arguments,
-                               ffi::RemainingRets results, int32_t chunk, int32_t parts,
-                               int32_t sinks, int32_t recent, int32_t tail, bool normed,
-                               float q_eps, float k_eps, float scale) {
-  ffi::Error error = check_count(arguments, 12, results, 9);
+// w, positions, keys, values, codes, until, counts. Results: slots, the columns, turned queries, their
+// codes, workspace; where it attends, out and lse too.
+ffi::Error layer_call(bool attends, Stream stream, ffi::RemainingArgs arguments,
+                      ffi::RemainingRets results, HashCut cut, int32_t sinks, int32_t recent,
+                      int32_t tail, bool normed, float q_eps, float k_eps, float scale) {
+  ffi::Error error = check_count(arguments, 12, results, attends ? 9 : 7);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
   enum { kJoined, kCosine, kSine, kQScale, kKScale, kW, kPositions, kKeys, kValues, kCodes, kUntil,
-         kCounts, kOut, kLse, kSlots, kNewKeys, kNewValues, kNewCodes, kQueries, kQCodes,
-         kWorkspace };
+         kCounts, kSlots, kNewKeys, kNewValues, kNewCodes, kQueries, kQCodes, kWorkspace, kOut,
+         kLse };
   Hash hash;
   error = codes_of(buffers, kQCodes, kNewCodes, &hash);
   if (error.failure()) return error;
@@ -101,7 +100,7 @@ ffi::Error hash_attention_call(Stream stream, ffi::RemainingArgs arguments,
                    buffers[kQCodes], " be of one token with 1 to 8 queries for each KV head");
   }
   if (most < 1 || most > INT32_MAX || n > INT32_MAX - kMostChunk || sinks < 0 || recent < 0 ||
-      tail < 1) {
+      (attends && tail < 1)) {
     return invalid("slots ", buffers[kSlots], " of n=", n, ", sinks=", sinks, ", recent=", recent,
                    " and tail=", tail, " must be [..., k] with k and tail at least 1, and below "
                    "2^31 - 2^14");
@@ -114,7 +113,6 @@ ffi::Error hash_attention_call(Stream stream, ffi::RemainingArgs arguments,
       {"positions", Type::S32, {1}},                 {"keys", Type::BF16, {n, heads, size}},
       {"values", Type::BF16, {n, heads, size}},      {"codes", Type::U32, {n, heads, hash.words}},
       {"until", Type::S32, {}},                      {"counts", Type::S32, {}},
-      {"out", Type::BF16, {1, queries, size}},       {"lse", Type::F32, {1, queries}},
       {"slots", Type::S32, {heads, most}},           {"keys", Type::BF16, {n, heads, size}},
       {"values", Type::BF16, {n, heads, size}},      {"codes", Type::U32, {n, heads, hash.words}},
       {"queries", Type::BF16, {1, queries, size}}};
@@ -124,21 +122,24 @@ ffi::Error hash_attention_call(Stream stream, ffi::RemainingArgs arguments,
     error = buffers.check(i, rows, {given[i]});
     if (error.failure()) return error;
   }
+  if (attends) {
+    error = buffers.check(kOut, batch, {{"out", Type::BF16, {1, queries, size}},
+                                        {"lse", Type::F32, {1, queries}}});
+    if (error.failure()) return error;
+  }
   for (size_t i : {kKeys, kValues, kCodes}) {
     if (buffers.data<void>(i) != buffers.data<void>(i + kNewKeys - kKeys) && batch * n > 0) {
       return invalid(given[i].name, " ", buffers[i], " must be aliased by a result");
     }
   }
-  const HashCut cut{chunk, parts};
   error = check_hash_cut(cut);
   if (error.failure()) return error;
   const int64_t rows = batch * heads;
   hash.rows = Rows{buffers.data<int32_t>(kCounts), buffers.data<int32_t>(kUntil),
                    buffers.data<int32_t>(kSlots), rows, static_cast<int32_t>(n),
                    static_cast<int32_t>(most), sinks, recent, hash.heads};
-  error = check_workspace(buffers, kWorkspace,
-                          HashPlan(hash.highest(), hash.rows.n, cut, floats_of(group, size)), cut,
-                          rows);
+  const HashPlan plan(hash.highest(), hash.rows.n, cut, attends ? floats_of(group, size) : 0);
+  error = check_workspace(buffers, kWorkspace, plan, cut, rows);
   if (error.failure() || rows == 0) return error;
   const Layer layer{buffers.data<uint16_t>(kJoined),
                     buffers.data<float>(kCosine),
@@ -156,11 +157,28 @@ ffi::Error hash_attention_call(Stream stream, ffi::RemainingArgs arguments,
                     buffers.data<uint32_t>(kNewCodes),
                     buffers.data<uint16_t>(kQueries),
                     buffers.data<uint32_t>(kQCodes),
-                    buffers.data<uint16_t>(kOut),
-                    buffers.data<float>(kLse),
+                    attends ? buffers.data<uint16_t>(kOut) : nullptr,
+                    attends ? buffers.data<float>(kLse) : nullptr,
                     static_cast<int32_t>(size),
                     tail};
-  return launched(hash_attention(hash, layer, cut, buffers.data<void>(kWorkspace), stream));
+  const auto run = attends ? hash_attention : hash_append_select;
+  return launched(run(hash, layer, cut, buffers.data<void>(kWorkspace), stream));
+}
+
+ffi::Error hash_attention_call(Stream stream, ffi::RemainingArgs arguments,
+                               ffi::RemainingRets results, int32_t chunk, int32_t parts,
+                               int32_t sinks, int32_t recent, int32_t tail, bool normed,
+                               float q_eps, float k_eps, float scale) {
+  return layer_call(true, stream, arguments, results, {chunk, parts}, sinks, recent, tail, normed,
+                    q_eps, k_eps, scale);
+}
+
+ffi::Error hash_append_select_call(Stream stream, ffi::RemainingArgs arguments,
+                                   ffi::RemainingRets results, int32_t chunk, int32_t parts,
+                                   int32_t sinks, int32_t recent, bool normed, float q_eps,
+                                   float k_eps) {
+  return layer_call(false, stream, arguments, results, {chunk, parts}, sinks, recent, 0, normed,
+                    q_eps, k_eps, 0);
 }
 
 }  // namespace jspec
@@ -184,4 +202,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_hash_attention, jspec::hash_attention_call,
                                   .Attr<float>("q_eps")
                                   .Attr<float>("k_eps")
                                   .Attr<float>("scale"),
+                              {jspec::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_hash_append_select, jspec::hash_append_select_call,
+                              JSPEC_BIND()
+                                  .Attr<int32_t>("chunk")
+                                  .Attr<int32_t>("parts")
+                                  .Attr<int32_t>("sinks")
+                                  .Attr<int32_t>("recent")
+                                  .Attr<bool>("normed")
+                                  .Attr<float>("q_eps")
+                                  .Attr<float>("k_eps"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
