@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.decode.checks import check_started
-from jspec.decode.prefill import default_chunk, init_drafter_state, prefill_chunk
+from jspec.decode.prefill_pass import default_chunk, init_drafter_state, prefill_chunk
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
 from jspec.decode.step import sync_drafter

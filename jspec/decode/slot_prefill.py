@@ -16,15 +16,15 @@ from jspec.config import SamplingParams
 from jspec.decode.blocks import Beginning
 from jspec.decode.on_mesh import mesh_model
 from jspec.decode.options import ResolvedOptions
-from jspec.decode.prefill import (
-    BUSY,
-    LEAST,
+from jspec.decode.prefill import start_empty
+from jspec.decode.prefill_pass import (
+    BUSY_PASS,
+    SHORTEST_PASS,
     empty_record,
     init_drafter_state,
     pass_size,
     pass_sizes,
     prefill_chunk,
-    start_empty,
 )
 from jspec.decode.programs import Timed
 from jspec.decode.request import Request
@@ -128,7 +128,7 @@ class SlotPrefill:
         self._slots, self._capacity = slots, capacity
         is_alone = options.config.exact == "tokens"
         self.chunk = chunk if is_alone else min(chunk, capacity)
-        self._sizes = pass_sizes(self.chunk, BUSY if is_alone else LEAST)
+        self._sizes = pass_sizes(self.chunk, BUSY_PASS if is_alone else SHORTEST_PASS)
         on_mesh = mesh_model(options.models.target)
         self._sharding = (
             explicit_mesh_sharding(options.models) if on_mesh is None else on_mesh.placing

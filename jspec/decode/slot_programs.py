@@ -14,7 +14,7 @@ from jax import lax
 from jspec.cache import Cache, PagedLayout
 from jspec.cache.paged import in_one_piece
 from jspec.decode.on_mesh import on_mesh_of
-from jspec.decode.prefill import init_drafter_state, prefill_chunk
+from jspec.decode.prefill_pass import init_drafter_state, prefill_chunk
 from jspec.decode.rows import PackedRows, insert_rows
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, FlatModels, Models

@@ -13,7 +13,7 @@ import pytest
 import jspec
 from jspec import tuned
 from jspec.config import SamplingParams
-from jspec.decode import checks, prefill, settings, slot_prefill
+from jspec.decode import checks, prefill, prefill_pass, settings, slot_prefill
 from jspec.decode.draft import GuidedDraft, NoDraft
 from jspec.decode.prefill import start_decoding
 from jspec.decode.settings import EXACT_APPENDS, StepConfig
@@ -39,8 +39,8 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(checks, "refuses_triton", lambda: None)
     monkeypatch.setattr(settings, "EXACT_APPENDS", Backends())
     monkeypatch.setitem(settings.EXACT_BACKENDS, "tokens", Backends())
-    for module in (prefill, slot_prefill):
-        monkeypatch.setattr(module, "BUSY", 2)
+    for module in (prefill, prefill_pass, slot_prefill):
+        monkeypatch.setattr(module, "BUSY_PASS", 2)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_scores_are_of_a_prefill_and_need_its_bits(tiny):
 @pytest.mark.parametrize("table", [x for x in tuned.tables().values() if x.compute_capability])
 def test_no_capacity_changes_the_attention_of_a_prefill_on_a_gpu(table):
     for tokens, group, channels in itertools.product(
-        (prefill.BUSY, 512, 2048), (1, 4, 8), (64, 128, 256)
+        (prefill_pass.BUSY_PASS, 512, 2048), (1, 4, 8), (64, 128, 256)
     ):
         orders = set()
         for slots in (256, 8192, 2**15, 2**18, 2**20):

@@ -9,7 +9,8 @@ import pytest
 from jspec.cache.layout import PagedLayout, layouts_of
 from jspec.config import ModelConfig, SamplingParams
 from jspec.decode.draft import Chain, Drafter, GuidedDraft, NgramDraft, NoDraft, SuffixDraft
-from jspec.decode.prefill import prefill_chunk, start_decoding
+from jspec.decode.prefill import start_decoding
+from jspec.decode.prefill_pass import prefill_chunk
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_chunk, speculative_step
