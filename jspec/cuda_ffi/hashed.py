@@ -171,7 +171,7 @@ def hash_attention_cuda(
     chosen = jax.ShapeDtypeStruct((batch, kv_heads, budget), jnp.int32)
     attention: dict[str, Any] = {"counts": None, "value_size": None}
     attention |= {"scale": scale, "softcap": softcap}
-    gathers = _fills_the_gpu(batch * kv_heads, group) and not gathered.GATHERED.supports(
+    gathers = _attends_apart(batch * kv_heads, group) and not gathered.GATHERED.supports(
         *(q, keys, values, positions, chosen, tail, context_len), **attention
     )
     blocks = 2 if gathers or group <= 2 else 1
@@ -222,13 +222,14 @@ def hash_attention_cuda(
     return out, lse, slots, keys, values, codes
 
 
-def _fills_the_gpu(rows: int, group: int) -> bool:
-    """Whether no two blocks can share a row that is picked and attended to in one launch.
+def _attends_apart(rows: int, group: int) -> bool:
+    """Whether attention is a launch of its own: with fewer than four multiprocessors a row.
 
-    Of groups of more than 2 query heads a multiprocessor runs one such block at a time, which has
-    too few reads in flight, where a block of gathered attention multiplies on the matrix units.
+    Of groups of more than 2 query heads a multiprocessor runs one block that picks and attends at a
+    time: it has few reads in flight, and waits for the others of its row. Blocks of gathered
+    attention have many, and multiply on the matrix units.
     """
-    return group > 2 and 2 * rows > multiprocessors()
+    return group > 2 and 4 * rows > multiprocessors()
 
 
 def _supports(
