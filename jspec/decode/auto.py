@@ -26,7 +26,7 @@ HOPED = 1.15  # factor by which one must be hoped to be better to be timed with 
 PROBING = 0.003  # share of the time that may be spent to measure a gamma again
 STALE = 16  # chunks after which a gamma may be measured again
 MAX_UNREAD = 1  # chunks that may still run when the gamma of the next one is chosen
-KINDS = 16  # latest rows whose acceptance a new row may resemble
+RECENT_ROWS = 16  # latest rows whose acceptance a new row may resemble
 MAX_CHOICES = 32  # cached choices, by what their times depend on
 MEMORY = 128.0  # steps after which a count weighs half
 PRIOR_STEPS = 8.0  # weight of other rows' rates, in steps of a row
@@ -219,8 +219,8 @@ class GammaChoice:
         self.branches = branches
         self.accepted = AcceptanceByGamma(longest, branches=branches)
         # Of the first chunks of the latest rows.
-        self.kinds = AcceptanceByGamma(KINDS, longest, branches=branches)
-        self.rows_met = 0
+        self.recent_rows = AcceptanceByGamma(RECENT_ROWS, longest, branches=branches)
+        self.rows_added = 0
         self.chunks = 0
         self.allowance = 0.0
         self.probing: int | None = None  # the gamma that is measured again
@@ -260,14 +260,14 @@ class GammaChoice:
         up_to = np.arange(gamma + 1)
         self.accepted.add((accepted[live][:, None] >= up_to).sum(axis=0), len(accepted))
 
-    def met(self, counts: np.ndarray) -> None:
+    def add_rows(self, counts: np.ndarray) -> None:
         """Add rows that began: what `RowAcceptance.observe` returned."""
         gamma = counts.shape[1] - 1
-        for row in counts[-KINDS:]:
-            at, kinds = self.rows_met % KINDS, self.kinds.at(gamma)
-            self.kinds.forget(at)
-            kinds.begun[at, :gamma], kinds.gone_on[at, :gamma] = row[:-1], row[1:]
-            self.rows_met += 1
+        for row in counts[-RECENT_ROWS:]:
+            oldest, recent = self.rows_added % RECENT_ROWS, self.recent_rows.at(gamma)
+            self.recent_rows.forget(oldest)
+            recent.begun[oldest, :gamma], recent.gone_on[oldest, :gamma] = row[:-1], row[1:]
+            self.rows_added += 1
 
     def choose(self, rows: RowAcceptance, left: np.ndarray) -> int:
         """The gamma of the next chunk of ``rows``.
@@ -295,14 +295,14 @@ class GammaChoice:
         return self._probe(best, costs)
 
     def _rates(self, gamma: int) -> np.ndarray:
-        """The rates of the latest rows with a gamma, ``[KINDS, longest]``."""
+        """The rates of the latest rows with a gamma, ``[RECENT_ROWS, longest]``."""
         rates = self.accepted.pooled.rates(ACCEPTED)
         if self.branches:
-            ran = [g for g in self.ladder if 0 < g < gamma and self.runs[g]]
-            if ran and not self.runs[gamma]:
-                rates = 1 - (1 - rates) ** (gamma / ran[-1])
+            shorter = [g for g in self.ladder if 0 < g < gamma and self.runs[g]]
+            if shorter and not self.runs[gamma]:
+                rates = 1 - (1 - rates) ** (gamma / shorter[-1])
             rates = self.accepted.at(gamma).rates_with_prior(rates)
-        return self.kinds.at(gamma).rates_with_prior(rates)
+        return self.recent_rows.at(gamma).rates_with_prior(rates)
 
     def cost(self, gamma: int) -> float:
         """Seconds of a step with the live rows of the next chunk."""
@@ -334,8 +334,8 @@ class GammaChoice:
         by_class.setdefault(_row_class(time.live), deque(maxlen=TIMES)).append(time)
         above = below = 0.0
         share = math.inf
-        for by_class in filter(None, self.times.values()):
-            times = [time for recent in by_class.values() for time in recent]
+        for timed in filter(None, self.times.values()):
+            times = [time for recent in timed.values() for time in recent]
             live = statistics.fmean(t.live for t in times)
             above += sum(t.seconds * (t.live - live) for t in times)
             below += sum((t.live - live) ** 2 for t in times)
@@ -352,7 +352,7 @@ class GammaChoice:
         dearer = [g for g in costs if g >= probe]
         if not dearer:
             return best
-        # At worst it commits one token a step, and costs what the next longer one does. `saw`
+        # At worst it commits one token a step, and costs what the next longer one does. `observe`
         # charges the measured loss.
         loss = costs[dearer[0]] - self.seconds_per_token
         if self.chunks - self.last_run[probe] < STALE or loss > self.allowance:

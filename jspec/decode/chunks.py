@@ -227,15 +227,16 @@ class Chunks:
         self._finished = now
         return seconds
 
-    def _learn(self, chunk: Chunk, record: StepRecord, a_step: float | None) -> None:
-        """Pass a chunk to what chooses gammas; ``a_step``: seconds of a step, None if unknown."""
+    def _learn(self, chunk: Chunk, record: StepRecord, step_seconds: float | None) -> None:
+        """Pass a chunk to what chooses gammas; ``step_seconds`` are None if unknown."""
         accepted, live = np.asarray(record.accepted), np.asarray(record.committed) > 0
         if chunk.choice is None or not live.any():  # all rows had ended before it
             return
-        chunk.choice.observe(chunk.gamma, a_step, accepted, live)
-        same = np.ones(live.shape[1], bool)
-        same[list(chunk.filled)] = False
-        chunk.choice.met(self._acceptance.observe(chunk.gamma, accepted, live & same))
+        chunk.choice.observe(chunk.gamma, step_seconds, accepted, live)
+        has_same_request = np.ones(live.shape[1], bool)
+        has_same_request[list(chunk.filled)] = False
+        new_rows = self._acceptance.observe(chunk.gamma, accepted, live & has_same_request)
+        chunk.choice.add_rows(new_rows)
 
     def _left_after_work(self, left: np.ndarray) -> np.ndarray:
         """``left`` after the running chunks, at the pace of the last chunk."""

@@ -135,9 +135,12 @@ class Engine:
         self._is_at_work, self.is_closed, self._has_cache = False, False, True
         with self._memory():
             room, programs = rounded_capacity(capacity), self._runner.chunks.programs
-            recorded = self.prompt_logprobs, routed_experts
-            recorded = *recorded, cache_blocks
-            prefill = SlotPrefill(resolved, slots, room, chunk, programs, *recorded)
+            prefill = SlotPrefill(
+                *(resolved, slots, room, chunk, programs),
+                prompt_logprobs=self.prompt_logprobs,
+                routed_experts=routed_experts,
+                cache_blocks=cache_blocks,
+            )
             if cache_blocks is not None:
                 forget = prefill.texts.forget
                 self._runner.blocks = Blocks(slots, room, cache_blocks, forget)

@@ -206,15 +206,15 @@ def _verified_step(
     config: StepConfig, models: Models, state: DecodeState, drafted: Drafted
 ) -> tuple[DecodeState, StepRecord]:
     """The rest of a step after the draft: verify, commit and learn."""
-    logits, state, target_pass = run_target(models, state, drafted, config)
+    model_logits, state, target_pass = run_target(models, state, drafted, config)
     before = state.cache.lengths
     axes = vocabulary_axes(models.target)
-    of_model = logits
+    logits = model_logits
     if state.processing is not None:
         logits = state.processing.process(logits, drafted.tokens, axes)
     verified, path, state, record = verify(state, drafted, logits, config, axes)
     if state.logprobs is not None:
-        of_tokens = of_path(of_model, path), of_path(logits, path)
+        of_tokens = of_path(model_logits, path), of_path(logits, path)
         logprobs = verified_logprobs(state, *of_tokens, record.tokens, axes)
         record = dataclasses.replace(record, logprobs=logprobs)
     if target_pass.routed_experts is not None:
@@ -267,12 +267,12 @@ def run_target(
     """Run the target over the last token and the draft; its logits ``[B, gamma + 1, V]``."""
     tokens = jnp.concatenate([state.last_token[:, None], drafted.tokens], axis=1)
     index = jnp.arange(config.gamma + 1, dtype=jnp.int32)[None]
-    counts = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
+    is_token = (index <= drafted.lengths[:, None]) & ~state.done[:, None]
     context_len = state.cache.lengths
-    positions = jnp.where(counts, context_len[:, None] + index, -1)
+    positions = jnp.where(is_token, context_len[:, None] + index, -1)
     tree, text_positions = None, positions
     if drafted.parents is not None:
-        tree = Tree.of(drafted.parents, context_len, counts)
+        tree = Tree.of(drafted.parents, context_len, is_token)
         text_positions = tree.positions
     settings = {"policy": config.cache_policy, "policy_params": models.policy}
     collected, collect_policy = None, config.draft.collect_policy
@@ -309,7 +309,7 @@ def verify(
     The second result is the path of `jspec.ops.verify_tree`, None for a draft that is no tree.
     """
     rows = Rows(state.tokens, state.cache.lengths, state.done)
-    in_one = axis_name is None and "verify_greedy" not in config.backends
+    is_fused = axis_name is None and "verify_greedy" not in config.backends
     path, lengths = None, drafted.lengths
     if drafted.parents is not None:
         depths = depths_of(ancestors_of(drafted.parents))
@@ -320,7 +320,7 @@ def verify(
         # What counts as drafted is what could be accepted: the depth of the tree.
         is_node = jnp.arange(config.gamma, dtype=jnp.int32)[None] < lengths[:, None]
         lengths = jnp.where(is_node, depths[:, 1:], 0).max(axis=1)
-    elif state.mode == "greedy" and in_one:
+    elif state.mode == "greedy" and is_fused:
         verified, committed, rows = verify_and_commit(
             drafted.tokens,
             logits,
@@ -330,7 +330,7 @@ def verify(
             rows,
         )
     else:
-        verified = _verified(state, drafted, logits, config, axis_name)
+        verified = _verify_chain(state, drafted, logits, config, axis_name)
         committed, rows = commit(verified, state.limits, rows)
     cache = state.cache.with_lengths(rows.cached)
     state = dataclasses.replace(state, cache=cache, tokens=rows.tokens, done=rows.done)
@@ -341,13 +341,14 @@ def verify(
     return verified, path, state, StepRecord.of(counted, rows.done, committed)
 
 
-def _verified(
+def _verify_chain(
     state: DecodeState,
     drafted: Drafted,
     logits: Array,
     config: StepConfig,
     axis_name: Axes | None,
 ) -> Verified:
+    """Verify a draft that is no tree, by its tokens or, with draft logits, by their laws."""
     if state.mode == "greedy" or drafted.logits is None:
         is_named = "verify_greedy" in config.backends
         return verify_greedy(

@@ -11,9 +11,9 @@ from jspec.config import SamplingParams
 from jspec.decode import chunks
 from jspec.decode.auto import (
     HORIZON,
-    KINDS,
     LADDER,
     PROBING,
+    RECENT_ROWS,
     GammaChoice,
     RowAcceptance,
     choice_of,
@@ -115,7 +115,7 @@ def run(choice: GammaChoice, world: World, chunks: int, ahead: int = 0) -> tuple
         gamma = chosen.popleft()
         seconds, accepted = world.chunk(gamma)
         choice.observe(gamma, seconds, accepted, live)
-        choice.met(rows.observe(gamma, accepted, live))
+        choice.add_rows(rows.observe(gamma, accepted, live))
         tokens += (1 + accepted).mean() * STEPS
         time += seconds * STEPS
         selected.append(gamma)
@@ -179,7 +179,7 @@ def test_the_rates_of_a_tree_are_of_its_gamma_and_fade_to_those_of_all():
         for gamma, count in ((2, 0), (4, 4)):
             accepted = np.full((STEPS, 1), count)
             choice.observe(gamma, 1.0, accepted, one)
-            choice.met(rows.observe(gamma, accepted, one))
+            choice.add_rows(rows.observe(gamma, accepted, one))
     # Rows that just started are like those before them.
     new, _ = rows_of(1, 4, branches=True)
     tokens = {g: new.tokens(g, left, choice._rates(g)) for g in (2, 4)}
@@ -321,7 +321,7 @@ def test_a_request_that_came_after_a_chunk_is_not_judged_by_it(sharp):
 
     work.finish(chunk())
     assert work._acceptance.accepted.pooled.begun[:, :2].tolist() == [[2, 2], [0, 0]]
-    assert choice.rows_met == 1
+    assert choice.rows_added == 1
     assert work.paces.tolist() == [4, 6]
     work.running.append(chunk())
     assert work._left_after_work(np.array([9, 9])).tolist() == [5, 9]
@@ -330,11 +330,11 @@ def test_a_request_that_came_after_a_chunk_is_not_judged_by_it(sharp):
 def test_a_row_that_is_met_replaces_all_of_an_older_one():
     """Its drafts were shorter: of longer ones nothing is known."""
     choice = GammaChoice(LADDER, 2)
-    choice.met(np.full((KINDS, 5), 3))
-    choice.met(np.array([[2, 1]]))
-    assert choice.kinds.pooled.begun[0].tolist() == [2, *[0] * 15]
-    assert choice.kinds.pooled.gone_on[0].tolist() == [1, *[0] * 15]
-    assert choice.kinds.pooled.begun[1, :5].tolist() == [3, 3, 3, 3, 0]
+    choice.add_rows(np.full((RECENT_ROWS, 5), 3))
+    choice.add_rows(np.array([[2, 1]]))
+    assert choice.recent_rows.pooled.begun[0].tolist() == [2, *[0] * 15]
+    assert choice.recent_rows.pooled.gone_on[0].tolist() == [1, *[0] * 15]
+    assert choice.recent_rows.pooled.begun[1, :5].tolist() == [3, 3, 3, 3, 0]
 
 
 # --- in generation ---------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def choosing(choice: GammaChoice):
 
     def saw(gamma, seconds, accepted, live, rows):
         choice.observe(gamma, seconds, accepted, live)
-        choice.met(rows.observe(gamma, accepted, live))
+        choice.add_rows(rows.observe(gamma, accepted, live))
 
     return choice.choose, saw
 
@@ -199,7 +199,7 @@ def test_a_draft_that_lost_with_many_rows_is_tried_once_with_few(seconds, then):
     def ran(gamma, live, took):
         accepted, is_live = np.full((STEPS, 32), min(gamma, 4)), np.tile(left[live] > 0, (STEPS, 1))
         choice.observe(gamma, took, accepted, is_live)
-        choice.met(rows.observe(gamma, accepted, is_live))
+        choice.add_rows(rows.observe(gamma, accepted, is_live))
 
     for gamma, live, took in ((8, 32, 7.0), (0, 32, 1.0), (0, 2, 1.0)):
         ran(gamma, live, took)
