@@ -98,13 +98,16 @@ def _whole(x: Array, numbers: int) -> Array:
 def _refuses(devices: int) -> str | None:
     if devices > MAX_DEVICES:
         return f"{devices} devices are more than {MAX_DEVICES}"
-    try:
-        opened = library.loaded("exchange").jspec_open_exchange
-    except BuildError as error:
-        return str(error)
-    opened.restype = ctypes.c_char_p
-    wrong = opened(devices)
-    return None if wrong is None else wrong.decode()
+    # Also for the sums in chains of matmuls, whose kernels are of another library.
+    for subject, opens in (("exchange", "jspec_open_exchange"), ("linear", "jspec_open_sums")):
+        try:
+            opened = getattr(library.loaded(subject), opens)
+        except BuildError as error:
+            return str(error)
+        opened.restype = ctypes.c_char_p
+        if (wrong := opened(devices)) is not None:
+            return wrong.decode()
+    return None
 
 
 ALL_TO_ALL = OneSided(all_to_all_cuda, _refuses, MAX_BYTES, all_reduce_cuda, all_to_all_merge_cuda)

@@ -31,7 +31,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "verify": (),
     "pack": ("verify",),
     "sample": (),
-    "linear": (),
+    "linear": ("exchange",),
     "grouped": (),
     "select": (),
     "hashed": (),

@@ -9,13 +9,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jspec.cuda_ffi import library
+from jspec.cuda_ffi.all_to_all import MAX_BYTES, PATIENCE
 from jspec.dispatch import Backend, named_backend
 from jspec.gpu import gpu_in_use
 from jspec.ops.gradient import differentiated_as
 from jspec.ops.linear import linear_xla, on_a_mesh
-from jspec.ops.linear_chain import Arrays, chain_shapes, one_by_one
+from jspec.ops.linear_chain import Arrays, Sum, chain_shapes, one_by_one
 from jspec.ops.norm import CENTERED, RMS
 from jspec.ops.quantized import BLOCK, MXFP4, Quantized, weight_bits
 from jspec.typing import Array
@@ -147,33 +149,44 @@ def linear_chain_cuda(
     *,
     added: Sequence[int | None],
     gated: Sequence[bool],
+    sums: Sequence[Sum | None] = (),
     exact: bool = False,
 ) -> tuple[Array, ...]:
     """The CUDA backend of `jspec.ops.linear_chain.linear_chain`.
 
     ``ops``: the arrays of each; ``added``: the index of the earlier op whose result it adds, or
-    None; ``gated``: whether it is gated; ``exact``: as `linear_cuda` takes it.
+    None; ``gated``: whether it is gated; ``sums``: over which devices it is summed, empty for none;
+    ``exact``: as `linear_cuda` takes it.
     """
-    settings = {"added": tuple(added), "gated": tuple(gated)}
+    settings = {"added": tuple(added), "gated": tuple(gated), "sums": tuple(sums)}
     launch = functools.partial(_launch_chain, **settings, exact=exact)
     if isinstance(ops[0][0], Quantized | MXFP4):  # not differentiable
         return launch(x, ops)
     return differentiated_as(functools.partial(one_by_one, **settings), launch)(x, ops)
 
 
-def _launch_chain(x, ops, *, added, gated, exact) -> tuple[Array, ...]:
+def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
     _, *results = chain_shapes(x, ops, added=added, gated=gated)
+    summed = [total is not None for total in sums or (None,) * len(ops)]
+    parts = [
+        jax.ShapeDtypeStruct(y.shape, jnp.float32)
+        for y, is_summed in zip(results, summed, strict=True)
+        if is_summed
+    ]
+    axes = next((total.axes for total in sums if total), None)
 
     def each(values, dtype: type[np.generic] = np.int32):
         return np.asarray(list(values), dtype)
 
-    return library.call(
+    made = library.call(
         "linear_chain",
-        tuple(results),
+        (*results, *parts),
         *(x, *(one for op in ops for one in _arguments(x, *op))),
         vmap_method="sequential",
         bits=np.int32(weight_bits(ops[0][0])),
         exact=np.bool_(exact),
+        ranks=np.int64(0 if axes is None else lax.axis_size(axes)),
+        patience=np.int64(PATIENCE * 1e9),
         biased=each(bias is not None for _, bias, _, _ in ops),
         normed=each(norm is not None for _, _, norm, _ in ops),
         added=each(
@@ -181,24 +194,37 @@ def _launch_chain(x, ops, *, added, gated, exact) -> tuple[Array, ...]:
             for (*_, add), other in zip(ops, added, strict=True)
         ),
         gated=each(gated),
+        summed=each(summed),
         eps=each((0 if norm is None else norm.eps for _, _, norm, _ in ops), np.float32),
     )
+    return made[: len(results)]
 
 
-def _refuses_chain(x, ops, *, added, gated) -> str | None:
+def _refuses_chain(x, ops, *, added, gated, sums=()) -> str | None:
     """Why one call cannot run this chain, or None."""
     if named_backend("linear") not in (None, "cuda"):
         return f"linear={named_backend('linear')!r} is asked for"
-    static = {"transposed": False, "dtype": x.dtype}
-    *reads, _ = chain_shapes(x, ops, added=added, gated=gated)
+    reads = chain_shapes(x, ops, added=added, gated=gated)
     bits = {weight_bits(kernel) for kernel, *_ in ops}
     if len(bits) > 1:
         return f"its weights are of {' and '.join(map(str, sorted(bits)))} bits"
-    for i, (read, op, gates) in enumerate(zip(reads, ops, gated, strict=True)):
-        kernel, bias, norm, add = op
-        if reason := refuses(read, kernel, bias, norm, add, gated=gates, **static):
+    for i, (op, gates) in enumerate(zip(ops, gated, strict=True)):
+        static = {"gated": gates, "transposed": False, "dtype": x.dtype}
+        reason = refuses(reads[i], *op, **static)
+        if reason := reason or _refuses_sum(sums[i] if sums else None, reads[i + 1]):
             return f"ops[{i}]: {reason}"
-    return None
+    axes = {total.axes for total in sums if total}
+    return f"sums are over {len(axes)} groups of devices" if len(axes) > 1 else None
+
+
+def _refuses_sum(total: Sum | None, y: jax.ShapeDtypeStruct) -> str | None:
+    """Why ``y`` cannot be summed over devices so, or None."""
+    if total is None:
+        return None
+    if total.by != "cuda":
+        return f"it is summed by {total.by}"
+    size = 4 * math.prod(y.shape)
+    return f"a message of {size} bytes is too large" if size > MAX_BYTES else None
 
 
 def _supports_chain(*args, **settings) -> str | None:

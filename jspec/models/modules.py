@@ -12,7 +12,7 @@ from flax import nnx
 from jspec.models.joined import Part, gate_up_parts, joined_shape
 from jspec.ops.all_to_all import By, all_reduce
 from jspec.ops.linear import linear
-from jspec.ops.linear_chain import ChainOp
+from jspec.ops.linear_chain import ChainOp, Sum
 from jspec.ops.norm import RMS
 from jspec.parts import Activation
 from jspec.typing import Array
@@ -104,10 +104,13 @@ class Linear(nnx.Module):
         return y if add is None else add.astype(y.dtype) + y
 
     def chain_op(self, *, add: Array | int) -> ChainOp | None:
-        """This matmul with ``add`` as a `ChainOp`, or None where it is sharded."""
-        if self.axes:
+        """This matmul with ``add`` as a `ChainOp`, or None where XLA sums it, or before a bias."""
+        kernel, bias = self.kernel.get_value(), _value(self.bias)
+        if not self.axes:
+            return ChainOp(kernel, bias, add=add)
+        if self.reduced_by != "cuda" or bias is not None:
             return None
-        return ChainOp(self.kernel.get_value(), _value(self.bias), add=add)
+        return ChainOp(kernel, add=add, sum=Sum(self.axes, self.reduced_by))
 
     def partial(self, x: Array, *, norm: RMS | None = None) -> Array:
         """``x @ kernel`` of this device's inputs alone, float32, without the bias."""
@@ -209,8 +212,8 @@ class MLP(nnx.Module):
     def chain_ops(self, norm: RMS, x: int) -> tuple[ChainOp, ChainOp] | None:
         """The MLP as two ops of a chain, of which op ``x`` is the input.
 
-        None where its output is normed or scaled, where it has another activation than SiLU, or is
-        sharded.
+        None where its output is normed or scaled, where it has another activation than SiLU, and
+        where the last matmul is no op.
         """
         down = self.down.chain_op(add=x)
         is_plain = self.post_norm is None and self.residual_scale is None

@@ -79,11 +79,14 @@ def _chain(
     return run_chain(_matmul, x, ops, added=added, gated=gated)
 
 
-def _matmul(x, kernel, bias, norm, add, *, gated) -> Array:
-    return linear(x, kernel, bias, norm=norm, add=add, gated=gated, implementation=NAME)
+def _matmul(x, kernel, bias, norm, add, *, gated, dtype) -> Array:
+    options = {"norm": norm, "add": add, "gated": gated, "dtype": dtype}
+    return linear(x, kernel, bias, **options, implementation=NAME)
 
 
-def _supports_chain(x, ops, *, added, gated) -> str | None:
+def _supports_chain(x, ops, *, added, gated, sums=()) -> str | None:
+    if any(sums):
+        return "an exact matmul is not summed over devices"
     *reads, _ = chain_shapes(x, ops, added=added, gated=gated)
     static = {"transposed": False, "dtype": x.dtype}
     reasons = (

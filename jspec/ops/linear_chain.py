@@ -15,10 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.dispatch import Backend, Case, Operation, always
+from jspec.ops.all_to_all import By, all_reduce
 from jspec.ops.linear import linear, linear_sizes, linear_xla, result_shape
 from jspec.ops.norm import RMS
 from jspec.ops.quantized import MXFP4, Quantized, quantized
+from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
+
+
+class Sum(NamedTuple):
+    """A sum over the devices of an enclosing `jax.shard_map`, by `jspec.ops.all_to_all.all_reduce`.
+
+    Attributes:
+        axes: mesh axes.
+        by: how to send.
+    """
+
+    axes: Axes
+    by: By
 
 
 class ChainOp(NamedTuple):
@@ -30,6 +44,8 @@ class ChainOp(NamedTuple):
         norm: as in `linear`.
         add: an array as in `linear`, or the index of an earlier op, whose result is added.
         gated: as in `linear`.
+        sum: of a matmul over this device's inputs alone, with those of the other devices: in
+            float32, before ``add``. It takes no ``bias`` and is not ``gated``.
     """
 
     kernel: Array | Quantized | MXFP4
@@ -37,6 +53,7 @@ class ChainOp(NamedTuple):
     norm: RMS | None = None
     add: Array | int | None = None
     gated: bool = False
+    sum: Sum | None = None
 
 
 # The arrays of an op.
@@ -49,7 +66,7 @@ def linear_chain(
     """A chain of matmuls: the first of ``x``, each other of the result of the one before.
 
     For few rows and weights of one kind, CUDA runs the chain in one call, in which a matmul starts
-    to read its weights while the one before it ends.
+    to read its weights while the one before it ends, or while its results travel to be summed.
 
     Args:
         x: ``[..., in]``.
@@ -67,19 +84,29 @@ def linear_chain(
     for i, op in enumerate(ops):
         if isinstance(op.add, int) and not 0 <= op.add < i:
             raise ValueError(f"ops[{i}].add={op.add} must be the number of an op before it")
+        if op.sum is not None and (op.gated or op.bias is not None):
+            raise ValueError(f"ops[{i}] has a sum; leave gated and bias out, which come after it")
     arrays = tuple(
         (op.kernel, op.bias, op.norm, None if isinstance(op.add, int) else op.add) for op in ops
     )
     added = tuple(op.add if isinstance(op.add, int) else None for op in ops)
-    gated = tuple(op.gated for op in ops)
-    chain_shapes(x, arrays, added=added, gated=gated)
-    return LINEAR_CHAIN(x, arrays, added=added, gated=gated, implementation=implementation)
+    static: dict[str, Any] = {"added": added, "gated": tuple(op.gated for op in ops)}
+    if any(op.sum for op in ops):
+        static["sums"] = tuple(op.sum for op in ops)
+    chain_shapes(x, arrays, **static)
+    return LINEAR_CHAIN(x, arrays, **static, implementation=implementation)
 
 
 def chain_shapes(
-    x: Array, ops: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+    x: Array,
+    ops: Sequence[Arrays],
+    *,
+    added: Sequence[int | None],
+    gated: Sequence[bool],
+    sums: Sequence[Sum | None] = (),
 ) -> list[jax.ShapeDtypeStruct]:
     """x and the result of each op, as shapes; raises `ValueError` where one does not fit."""
+    del sums  # which have the shape of what is summed
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     for (kernel, bias, _, add), other, gates in zip(ops, added, gated, strict=True):
         adds = add if other is None else shapes[other + 1]
@@ -95,26 +122,33 @@ def run_chain(
     *,
     added: Sequence[int | None],
     gated: Sequence[bool],
+    sums: Sequence[Sum | None] = (),
 ) -> tuple[Array, ...]:
     """Run a `linear_chain` with ``matmul`` for each op.
 
     ``ops``: the arrays of each; ``added``: the index of the earlier op whose result it adds, or
-    None; ``gated``: whether it is gated.
+    None; ``gated``: whether it is gated; ``sums``: over which devices it is summed, empty for none.
     """
     results: list[Array] = []
-    for (kernel, bias, norm, add), other, gates in zip(ops, added, gated, strict=True):
+    each = zip(ops, added, gated, sums or (None,) * len(ops), strict=True)
+    for (kernel, bias, norm, add), other, gates, total in each:
         add = add if other is None else results[other]
-        results.append(matmul(x, kernel, bias, norm, add, gated=gates))
-        x = results[-1]
+        if total is None:
+            y = matmul(x, kernel, bias, norm, add, gated=gates, dtype=x.dtype)
+        else:
+            y = matmul(x, kernel, None, norm, None, gated=False, dtype=jnp.float32)
+            y = all_reduce(y, total.axes, by=total.by, dtype=x.dtype, add=add)
+        results.append(y)
+        x = y
     return tuple(results)
 
 
-def _linear(x, kernel, bias, norm, add, *, gated) -> Array:
-    return linear(x, kernel, bias, norm=norm, add=add, gated=gated)
+def _linear(x, kernel, bias, norm, add, *, gated, dtype) -> Array:
+    return linear(x, kernel, bias, norm=norm, add=add, gated=gated, dtype=dtype)
 
 
-def _linear_xla(x, kernel, bias, norm, add, *, gated) -> Array:
-    return linear_xla(x, kernel, bias, norm, add, gated=gated, transposed=False, dtype=x.dtype)
+def _linear_xla(x, kernel, bias, norm, add, *, gated, dtype) -> Array:
+    return linear_xla(x, kernel, bias, norm, add, gated=gated, transposed=False, dtype=dtype)
 
 
 one_by_one = functools.partial(run_chain, _linear)

@@ -1,5 +1,7 @@
 """Matmuls of a few rows: the CUDA kernels on a GPU, one of them emulated, their twin on a CPU."""
 
+import ctypes
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import pytest
 
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.linear import linear_cuda, refuses
+from jspec.ops.linear_chain import linear_chain
 from jspec.ops.quantized import MXFP4
 from tests.cuda_ffi.emulated import emulated
+from tests.ops.test_linear_chain import a_layer, in_double_precision, summed
 from tests.ops.test_quantized import numbers
 from tests.parameters import default_run
 from tests.triton.test_linear import arguments, in_double
@@ -59,7 +63,10 @@ TILES = {
 def emulator(tmp_path_factory):
     if jax.default_backend() != "cpu":
         pytest.skip("a GPU runs the kernel itself")
-    return emulated("linear", tmp_path_factory.mktemp("emulated") / "linear.so")
+    path = tmp_path_factory.mktemp("emulated") / "linear.so"
+    call = emulated("linear", path)
+    ctypes.CDLL(str(path)).jspec_open_sums(4)
+    return call
 
 
 @pytest.fixture(params=["library", pytest.param("emulated", marks=pytest.mark.slow)])
@@ -98,6 +105,18 @@ def test_equals_the_definition(case):
 @pytest.mark.parametrize("case", TILES)
 def test_tiles_equal_the_definition(case, kernel):
     assert_equals_the_definition(*TILES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_chain_is_summed_over_devices(ranks, emulator, monkeypatch):
+    """The kernels of matmuls and of sums, in one call of each device."""
+    layer = a_layer(ranks)
+    monkeypatch.setattr(library, "call", emulator)
+    results = summed(ranks, lambda x, ops: linear_chain(x, ops, implementation="cuda"), layer)
+    for got, right in zip(results, in_double_precision(layer), strict=True):
+        np.testing.assert_array_equal(got, np.repeat(got[:1], ranks, axis=0))
+        np.testing.assert_allclose(got[0], right, rtol=3e-2, atol=5e-2)
 
 
 def rows_of(arrays, rows: slice):

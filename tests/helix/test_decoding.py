@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,6 +66,7 @@ DRAFTERS |= {
         ("streaming", "exact", STREAMING),
     )
 }
+NONE = jspec.Backends()
 WINDOW = jspec.SelfDraft(policies.Streaming(positions="window"))
 LENGTHS = (40, 1, 17, 6)  # blocks of 4 end before, in and after a group of 4
 GREEDY, SAMPLED, FILTERED = {}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9}
@@ -79,11 +80,13 @@ def model() -> Decoder:
     return Decoder(CONFIG, rngs=nnx.Rngs(0))
 
 
-def decoded(model, draft: Drafter, *modes: dict, gamma: int = 3) -> tuple[list[list[int]], str]:
+def decoded(
+    model, draft: Drafter, *modes: dict, gamma: int = 3, backends: Mapping[str, str] = NONE
+) -> tuple[list[list[int]], str]:
     """Tokens of the rows, which take ``modes`` in turn, and the program that a chunk is."""
     rows = enumerate(itertools.islice(itertools.cycle(modes), len(TEXTS)))
     params = [jspec.SamplingParams(max_new_tokens=16, seed=i, **mode) for i, mode in rows]
-    config = jspec.StepConfig(0 if isinstance(draft, jspec.NoDraft) else gamma, draft)
+    config = jspec.StepConfig(0 if isinstance(draft, jspec.NoDraft) else gamma, draft, backends)
     arrays = prepare_params(config.cache_policy, model)
     models = jspec.Models(model, policy=arrays)
     state = jspec.start_decoding(models, TEXTS, params, config, capacity=256)
@@ -253,6 +256,31 @@ def test_one_sided_messages_have_the_same_tokens(mesh, calls, model, alone):
     tokens, program = decoded(helix.shard(model, config), NGRAM, GREEDY)
     assert tokens == alone
     assert one_sided_calls(program) == calls
+
+
+@pytest.mark.parametrize(
+    "mesh", default_run([{"kvp": 2}, {"kvp": 2, "tpa": 2}, {"tpa": 2}], "{'kvp': 2}"), ids=str
+)
+def test_the_sums_of_a_layer_are_part_of_its_chain(mesh):
+    """With the bits of separate calls, of which none is left."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "out_bias": False}
+    config = ModelConfig.uniform(
+        **sizes, vocab_size=2048, num_heads=8, num_kv_heads=2, head_size=16, qk_norm=True
+    )
+    model = Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    on_mesh = helix.HelixConfig(block=4, exchange="cuda", **mesh)
+    if reason := on_mesh.refuses_all_to_all():
+        pytest.skip(reason)
+    results = []
+    for named in ({}, {"linear_chain": "one_by_one"}):
+        backends = jspec.Backends.prefer("cuda", named)
+        sharded = helix.shard(model, on_mesh)
+        results.append(decoded(sharded, DRAFTERS["plain"], GREEDY, backends=backends))
+    (tokens, program), (apart_tokens, apart) = results
+    assert tokens == apart_tokens
+    calls = [x.count('custom_call_target="jspec_all_reduce"') for x in (program, apart)]
+    assert calls == [0, 4]
+    assert program.count('custom_call_target="jspec_linear_chain"') == 2
 
 
 @pytest.mark.slow

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jspec import tuned
 from jspec.config import Experts, ModelConfig
+from jspec.cuda_ffi import library
 from jspec.cuda_ffi.linear import linear_cuda
 from jspec.dispatch import BackendError, use_backends
+from jspec.helix import HelixConfig
 from jspec.models.decoder import Decoder
 from jspec.models.modules import JoinedLinear
-from jspec.ops.linear_chain import LINEAR_CHAIN, ChainOp, linear_chain
+from jspec.ops.linear_chain import LINEAR_CHAIN, ChainOp, Sum, linear_chain
 from jspec.ops.norm import RMS
 from jspec.ops.quantized import quantized
 from tests.models.test_decoder import causal
@@ -96,6 +99,116 @@ def test_a_link_adds_one_before_it(add):
         linear_chain(normal(1, 4), [ChainOp(normal(4, 4), add=add), ChainOp(normal(4, 4))])
 
 
+@pytest.mark.parametrize("rest", [{"bias": normal(4)}, {"gated": True}], ids=["bias", "gated"])
+def test_what_comes_after_a_sum_is_no_part_of_its_op(rest):
+    op = ChainOp(normal(4, 2, 4), sum=Sum("kvp", "cuda"), **rest)
+    with pytest.raises(ValueError, match=r"ops\[0\] has a sum; leave gated and bias out"):
+        linear_chain(normal(1, 4), [op])
+
+
+SIZES_OF_SUMS = {"rows": 3, "heads": 64, "width": 96, "middle": 160}  # of a device
+
+
+def a_layer(ranks: int) -> tuple[jax.Array, ...]:
+    """Each device's outputs of attention and weights of a layer after it, and what all have."""
+    rows, heads, width, middle = SIZES_OF_SUMS.values()
+    rng = np.random.default_rng(ranks)
+
+    def made(*shape):
+        scale = shape[1] ** -0.5 if len(shape) > 2 else 1
+        return jnp.asarray(scale * rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+    out, residual, scale = made(ranks, heads, width), made(rows, width), made(width)
+    up, down = made(ranks, width, 2, middle), made(ranks, middle, width)
+    return made(ranks, rows, heads), out, up, down, residual, scale
+
+
+def summed(ranks: int, run, layer):
+    """``run(x, ops)`` on each of ``ranks`` devices: what they have of the residual stream."""
+    helix = HelixConfig(kvp=ranks, exchange="cuda")
+    if jax.device_count() < ranks:
+        pytest.skip(f"needs {ranks} devices")
+    if reason := helix.refuses_all_to_all():
+        pytest.skip(reason)
+
+    def body(x, out, up, down, residual, scale):
+        total = Sum(helix.axes, "cuda")
+        ops = [
+            ChainOp(out[0], add=residual, sum=total),
+            ChainOp(up[0], norm=RMS(scale, 1e-6), gated=True),
+            ChainOp(down[0], add=0, sum=total),
+        ]
+        first, _, last = run(x[0], ops)
+        return first[None], last[None]
+
+    specs = (P(helix.axes),) * 4 + (P(),) * 2
+    over = jax.shard_map(
+        body, mesh=helix.mesh, in_specs=specs, out_specs=P(helix.axes), check_vma=False
+    )
+    return [np.asarray(x, np.float64) for x in jax.jit(over)(*layer)]
+
+
+def in_double_precision(layer) -> list[np.ndarray]:
+    """The sums of a layer by their definition."""
+    x, out, up, down, residual, scale = (np.float64(np.asarray(a, np.float32)) for a in layer)
+    first = np.einsum("pri,pio->ro", x, out) + residual
+    normed = first / np.sqrt(np.mean(first**2, axis=-1, keepdims=True) + 1e-6) * scale
+    both = np.einsum("ri,pija->prja", normed, up)
+    return [first, first + np.einsum("pri,pio->ro", silu(both[:, :, 0]) * both[:, :, 1], down)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_devices_sum_what_each_has_of_a_matmul(ranks):
+    """In the order of ranks: all devices have the same bits, which are those of separate calls."""
+    layer = a_layer(ranks)
+
+    def by(name):
+        def run(x, ops):
+            with use_backends({"linear": "cuda"}):
+                return linear_chain(x, ops, implementation=name)
+
+        return summed(ranks, run, layer)
+
+    results = {name: by(name) for name in ("cuda", "one_by_one", "xla")}
+    for got, apart, xla, right in zip(*results.values(), in_double_precision(layer), strict=True):
+        np.testing.assert_array_equal(got, np.repeat(got[:1], ranks, axis=0))
+        np.testing.assert_array_equal(got, apart)
+        np.testing.assert_allclose(got[0], right, rtol=3e-2, atol=5e-2)
+        np.testing.assert_allclose(xla[0], right, rtol=3e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "biased", "outputs", "dtype"),
+    [(1, 0, 8, "float32"), (9, 0, 8, "float32"), (2, 1, 8, "float32"), (2, 0, 8, "bfloat16")],
+    ids=str,
+)
+def test_sums_that_cannot_be_are_refused(ranks, biased, outputs, dtype):
+    """By the handler, before it waits for anything."""
+    case = LINEAR_CHAIN.cases()[0]
+    cuda_or_skip(*case.arguments, **case.static)
+    x, kernel = jnp.ones((1, 32), jnp.bfloat16), jnp.ones((32, outputs), jnp.bfloat16)
+    each = {"biased": biased, "normed": 0, "added": -2, "gated": 0, "summed": 1}
+    shapes = [jax.ShapeDtypeStruct((1, outputs), d) for d in ("bfloat16", dtype)]
+
+    def run(x, kernel):
+        return library.call(
+            "linear_chain",
+            shapes,
+            *(x, kernel, x, kernel[0], x, x),
+            vmap_method="sequential",
+            **{name: np.full(1, value, np.int32) for name, value in each.items()},
+            bits=np.int32(16),
+            exact=np.bool_(False),
+            ranks=np.int64(ranks),
+            patience=np.int64(0),
+            eps=np.zeros(1, np.float32),
+        )
+
+    message = rf"device 0 of {ranks} ranks cannot sum \w+\[1, {outputs}\] with biased={biased}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(run)(x, kernel))
+
+
 def test_there_are_links():
     with pytest.raises(ValueError, match="ops must have at least one matmul"):
         linear_chain(normal(1, 4), [])
@@ -117,6 +230,26 @@ def test_one_call_refuses_with_a_reason(rows, inputs, kinds, asked, reason):
     ops = [ChainOp(quantized(kernel, kind) if kind else kernel) for kind in kinds]
     with use_backends(asked), pytest.raises(BackendError, match=reason):
         linear_chain(x, ops, implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("sums", "rows", "reason"),
+    [
+        ([Sum("kvp", "xla")], 1, r"ops\[0\]: it is summed by xla"),
+        ([None, Sum("kvp", "cuda")], 96, r"ops\[1\]: a message of 1572864 bytes is too large"),
+        ([Sum("kvp", "cuda"), Sum("tpa", "cuda")], 1, "sums are over 2 groups of devices"),
+    ],
+    ids=["by-xla", "large", "groups"],
+)
+def test_sums_that_one_call_does_not_take_are_refused(sums, rows, reason):
+    kernel = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+
+    def run(x, kernel):
+        ops = [ChainOp(kernel, sum=total) for total in sums]
+        return linear_chain(x, ops, implementation="cuda")
+
+    with pytest.raises(BackendError, match=reason):
+        jax.eval_shape(run, jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), kernel)
 
 
 @pytest.mark.parametrize(

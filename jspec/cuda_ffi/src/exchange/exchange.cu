@@ -205,6 +205,10 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(
     const __grid_constant__ Reduction x, const __grid_constant__ Peers peers) {
   const int ranks = x.group.ranks, me = x.group.me, origin = x.group.first;
   Workspace* own = peers.of[me];
+  // All of its blocks run by then, so that those of the next kernel, which wait for them, take no
+  // place that they need.
+  let_next_start();
+  wait_for_kernels_ahead();
   const int64_t lines = x.count * sizeof(float) / kLineBytes;
   const int64_t first = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t step = int64_t(gridDim.x) * kThreads;
@@ -308,12 +312,12 @@ const char* merge(const Merging& merging, Stream stream) {
                        stream, merging, peers);
 }
 
-const char* all_reduce(const Reduction& reduction, Stream stream) {
+const char* all_reduce(const Reduction& reduction, bool early, Stream stream) {
   Peers peers = {};
   if (const char* wrong = peers_of(reduction.group, peers)) return wrong;
   const int64_t lines = reduction.count * sizeof(float) / kLineBytes;
   return launch_behind(reduction.narrow ? reduce_kernel<true> : reduce_kernel<false>,
-                       blocks_of(lines), kThreads, 0, false, stream, reduction, peers);
+                       blocks_of(lines), kThreads, 0, early, stream, reduction, peers);
 }
 
 }  // namespace jspec

@@ -72,10 +72,18 @@ struct Workspace {
 // What keeps the first `count` devices from exchanging, or null. The first call makes workspaces.
 const char* open_exchange(int count);
 
-// What went wrong, or null.
+// The group of `device`: `ranks` devices that follow each other, from device 0 on. None has so many
+// where the number of ranks is 0.
+inline Group group_of(int32_t device, int64_t ranks, int64_t patience) {
+  if (ranks < 2 || ranks > kMostDevices || device / ranks * ranks + ranks > kMostDevices) return {};
+  const int me = static_cast<int>(device % ranks);
+  return {static_cast<int>(ranks), me, device - me, patience};
+}
+
+// What went wrong, or null. `early`: as `linear_stream` takes it.
 const char* exchange(const Exchange& exchange, Stream stream);
 const char* merge(const Merging& merging, Stream stream);
-const char* all_reduce(const Reduction& reduction, Stream stream);
+const char* all_reduce(const Reduction& reduction, bool early, Stream stream);
 
 // The log-sum-exp of all ranks, and the share of each in the merged output: 0 where it has no key.
 // As `jspec.ops.attention.merge_attention`, in the order of the ranks.

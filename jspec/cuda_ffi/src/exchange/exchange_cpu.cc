@@ -141,7 +141,7 @@ const char* merge(const Merging& x, Stream) {
   return nullptr;
 }
 
-const char* all_reduce(const Reduction& x, Stream) {
+const char* all_reduce(const Reduction& x, bool, Stream) {
   if (const char* wrong = refusal(x.group)) return wrong;
   std::vector<float> heard(x.group.ranks * x.count);
   const auto row = [&](int rank) { return heard.data() + rank * x.count; };

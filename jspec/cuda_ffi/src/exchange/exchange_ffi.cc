@@ -2,18 +2,10 @@
 // a launch depends on its arguments alone, and message numbers are counted on the device. A graph
 // orders calls that depend on each other by the data, so no two run at once, and the order is that
 // of every other device.
-#include "common/ffi.h"
+#include "exchange/bind.h"
 #include "exchange/exchange.h"
 
 namespace jspec {
-
-// The group of `device`: `ranks` devices that follow each other, from device 0 on. None has so many
-// where the number of ranks is 0.
-Group group_of(int32_t device, int64_t ranks, int64_t patience) {
-  if (ranks < 2 || ranks > kMostDevices || device / ranks * ranks + ranks > kMostDevices) return {};
-  const int me = static_cast<int>(device % ranks);
-  return {static_cast<int>(ranks), me, device - me, patience};
-}
 
 // pieces [ranks, n]
 ffi::Error exchange_of(Stream stream, int32_t device, ffi::RemainingArgs arguments,
@@ -87,19 +79,12 @@ ffi::Error all_reduce_of(Stream stream, int32_t device, ffi::RemainingArgs argum
   }
   const Reduction call{buffers.data<float>(0), adds ? buffers.data<char>(1) : nullptr,
                        buffers.data<char>(last), count, dtype == ffi::BF16, group};
-  return launched(all_reduce(call, stream));
+  return launched(all_reduce(call, false, stream));
 }
 
 }  // namespace jspec
 
 extern "C" const char* jspec_open_exchange(int count) { return jspec::open_exchange(count); }
-
-#define JSPEC_BIND_MESSAGE()              \
-  xla::ffi::Ffi::Bind()                   \
-      .Ctx<jspec::StreamContext>()        \
-      .Ctx<xla::ffi::DeviceOrdinal>()     \
-      .RemainingArgs()                    \
-      .RemainingRets()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_exchange, jspec::exchange_of,
                               JSPEC_BIND_MESSAGE().Attr<int64_t>("patience"),

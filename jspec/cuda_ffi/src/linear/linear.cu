@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "common/dependent.cuh"
+#include "linear/chain.h"
 #include "linear/fragments.cuh"
 
 namespace jspec {
@@ -179,9 +180,12 @@ const char* linear(const Linear& linear, Stream stream) {
   return launch_any(linear, false, stream);
 }
 
-const char* linear_chain(const std::vector<Linear>& links, Stream stream) {
+const char* linear_chain(const std::vector<Link>& links, Stream stream) {
   for (size_t i = 0; i < links.size(); ++i) {
-    if (const char* error = launch_any(links[i], i > 0, stream)) return error;
+    const auto& [matmul, sum] = links[i];
+    if (const char* error = launch_any(matmul, i > 0, stream)) return error;
+    if (!sum.values) continue;
+    if (const char* error = all_reduce(sum, true, stream)) return error;
   }
   return nullptr;
 }

@@ -1,10 +1,7 @@
-// A matmul of a few rows with the norm before it and what follows it, or several in a row:
-// arguments, and the launches behind the handlers. What each field means is said in
-// jspec/ops/linear.py; values are bfloat16, 8 bits with a scale for each column, or 4 bits with one
-// for each block of inputs of a column.
+// A matmul of a few rows with the norm before it and what follows it: arguments, and the launches
+// behind the handlers. What each field means is said in jspec/ops/linear.py; values are bfloat16,
+// 8 bits with a scale for each column, or 4 bits with one for each block of inputs of a column.
 #pragma once
-
-#include <vector>
 
 #include "common/launch.h"
 
@@ -42,10 +39,6 @@ struct Linear {
 
 // Returns what went wrong, or null.
 const char* linear(const Linear& linear, Stream stream);
-
-// Matmuls in a row, each of which may read what those before it gave. On a GPU each begins to read
-// its weights while the one ahead of it ends.
-const char* linear_chain(const std::vector<Linear>& links, Stream stream);
 
 // A matmul on a GPU, with the weights on their way in steps; those of 16 bits are not transposed.
 // `early`: it may start before the kernel ahead of it, one of the same call, has ended.

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "common/bfloat16_cpu.h"
-#include "linear/linear.h"
+#include "linear/chain.h"
 #include "linear/mxfp4_cpu.h"
 
 namespace jspec {
@@ -57,8 +57,12 @@ const char* linear(const Linear& linear, Stream) {
   return nullptr;
 }
 
-const char* linear_chain(const std::vector<Linear>& links, Stream stream) {
-  for (const Linear& link : links) linear(link, stream);
+const char* linear_chain(const std::vector<Link>& links, Stream stream) {
+  for (const auto& [matmul, sum] : links) {
+    linear(matmul, stream);
+    if (!sum.values) continue;
+    if (const char* error = all_reduce(sum, false, stream)) return error;
+  }
   return nullptr;
 }
 

@@ -1,6 +1,6 @@
 // The FFI handlers of a matmul of a few rows, and of several in a row.
-#include "common/ffi.h"
-#include "linear/linear.h"
+#include "exchange/bind.h"
+#include "linear/chain.h"
 
 namespace jspec {
 namespace {
@@ -99,35 +99,58 @@ ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
 }
 
 // x, then the kernel, its scales, bias, the norm's scale and what is added of each matmul; the
-// result of each. `bits` and `exact` are those of all, and each other attribute has a value for each
-// matmul; `added`: the number of the result that is added, or of its own argument where that is
-// -1, or nothing where it is -2.
-ffi::Error multiply_in_chain(Stream stream, ffi::RemainingArgs arguments,
-                             ffi::RemainingRets results, int32_t bits, bool exact,
-                             ffi::Span<const int32_t> biased, ffi::Span<const int32_t> normed,
-                             ffi::Span<const int32_t> added, ffi::Span<const int32_t> gated,
+// result of each, and then what each that is summed gives on this device, float32. `bits`, `exact`,
+// `ranks` and `patience` are those of all, and each other attribute has a value for each matmul;
+// `added`: the number of the result that is added, or of its own argument where that is -1, or
+// nothing where it is -2; `summed`: whether it is summed over the ranks, before anything is added.
+ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs arguments,
+                             ffi::RemainingRets results, int32_t bits, bool exact, int64_t ranks,
+                             int64_t patience, ffi::Span<const int32_t> biased,
+                             ffi::Span<const int32_t> normed, ffi::Span<const int32_t> added,
+                             ffi::Span<const int32_t> gated, ffi::Span<const int32_t> summed,
                              ffi::Span<const float> eps) {
-  const size_t links = results.size();
-  ffi::Error error = check_count(arguments, 1 + 5 * links, results, links);
-  if (error.failure()) return error;
-  for (const size_t size : {biased.size(), normed.size(), added.size(), gated.size(), eps.size()}) {
+  const size_t links = gated.size();
+  for (const size_t size :
+       {biased.size(), normed.size(), added.size(), summed.size(), eps.size()}) {
     if (size != links) {
       return invalid("an attribute has ", size, " values for ", links, " matmuls");
     }
   }
+  const size_t sums = std::count_if(summed.begin(), summed.end(), [](int32_t x) { return x != 0; });
+  ffi::Error error = check_count(arguments, 1 + 5 * links, results, links + sums);
+  if (error.failure()) return error;
   const Buffers buffers(arguments, results);
-  std::vector<Linear> found(links);
+  const Group group = group_of(device, ranks, patience);
+  std::vector<Link> found(links);
+  size_t part = arguments.size() + links;
   for (size_t i = 0; i < links; ++i) {
     if (added[i] < -2 || added[i] >= int64_t(i)) {
       return invalid("added[", i, "]=", added[i], " is no matmul before it, -1 or -2");
     }
     const size_t at = 1 + 5 * i, first = arguments.size();
+    const size_t add = added[i] < 0 ? at + 4 : first + added[i];
+    const bool adds = added[i] != -2, sum = summed[i] != 0;
     const Matmul matmul{i ? first + i - 1 : 0, at, at + 1, at + 2, at + 3,
-                        added[i] < 0 ? at + 4 : first + added[i], first + i,
-                        bits, biased[i] != 0, normed[i] != 0, added[i] != -2, gated[i] != 0,
+                        add, sum ? part : first + i,
+                        bits, biased[i] != 0, normed[i] != 0, adds && !sum, gated[i] != 0,
                         bits < 16, exact, eps[i]};
-    error = matmul.read(buffers, found[i]);
+    error = matmul.read(buffers, found[i].matmul);
     if (error.failure()) return error;
+    if (!sum) continue;
+    const int64_t count = buffers[part].element_count();
+    for (const size_t buffer : {first + i, adds ? add : first + i}) {
+      if (int64_t(buffers[buffer].element_count()) != count ||
+          buffers[buffer].element_type() != ffi::BF16) {
+        return invalid("sum ", buffers[buffer], " must be ", count, " of ", ffi::BF16);
+      }
+    }
+    if (!found[i].matmul.wide || !group.ranks || biased[i] || count % 2 || count * int64_t{sizeof(float)} > kMostBytes) {
+      return invalid("device ", device, " of ", ranks, " ranks cannot sum ", buffers[part],
+                     " with biased=", biased[i]);
+    }
+    found[i].sum = {buffers.data<float>(part), adds ? buffers.data<char>(add) : nullptr,
+                    buffers.data<char>(first + i), count, true, group};
+    ++part;
   }
   return launched(linear_chain(found, stream));
 }
@@ -146,13 +169,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear, jspec::multiply_rows,
                                   .Attr<float>("eps"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
+// As jspec_open_exchange, for the sums of chains: those of a library are messages of their own.
+extern "C" const char* jspec_open_sums(int count) { return jspec::open_exchange(count); }
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear_chain, jspec::multiply_in_chain,
-                              JSPEC_BIND()
+                              JSPEC_BIND_MESSAGE()
                                   .Attr<int32_t>("bits")
                                   .Attr<bool>("exact")
+                                  .Attr<int64_t>("ranks")
+                                  .Attr<int64_t>("patience")
                                   .Attr<jspec::ffi::Span<const int32_t>>("biased")
                                   .Attr<jspec::ffi::Span<const int32_t>>("normed")
                                   .Attr<jspec::ffi::Span<const int32_t>>("added")
                                   .Attr<jspec::ffi::Span<const int32_t>>("gated")
+                                  .Attr<jspec::ffi::Span<const int32_t>>("summed")
                                   .Attr<jspec::ffi::Span<const float>>("eps"),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
