@@ -34,6 +34,7 @@ from bench import (
     point,
     quality,
     real,
+    rollouts,
     select,
     serving,
     show,
@@ -49,7 +50,7 @@ SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
     for module in (
         *(verify, pack, attention, select, hata, linear),
-        *(decode, real, serving, defaults, helix, shapes, quality, counters),
+        *(decode, real, serving, rollouts, defaults, helix, shapes, quality, counters),
     )
 }
 READ = quality.READING.name
@@ -146,9 +147,10 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
                 "--model, to op=read of quality"
             )
         of_quality = bool(operations) and operations <= {READ, *BY_MODEL}
-        takes_model = {defaults.SUITE.name: True, quality.SUITE.name: of_quality}
-        if asked.model and not takes_model.get(asked.suite):
-            suites = f"{real.SUITE.name}, {defaults.SUITE.name}, {OF_QUALITY}"
+        always = defaults.SUITE.name, rollouts.SUITE.name
+        takes_model = asked.suite in always or (of_quality and asked.suite == quality.SUITE.name)
+        if asked.model and not takes_model:
+            suites = ", ".join((real.SUITE.name, *always, OF_QUALITY))
             parser.error(f"--model does not apply to {asked.suite}, only to {suites}")
     elif asked.model is None:
         parser.error("real needs --model, a GGUF file or a model directory")
@@ -224,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         metavar="FILE",
         type=Path,
-        help=f"real, defaults, {OF_QUALITY}: a GGUF file or a model directory",
+        help=f"real, defaults, rollouts, {OF_QUALITY}: a GGUF file or a model directory",
     )
     parser.add_argument(
         "--draft-model", metavar="FILE", type=Path, help="real: a second model, to draft for it"

@@ -11,7 +11,15 @@ from jspec.cli.show import environment
 from jspec.gpu import gpu_in_use
 
 # Packages of kernels and rivals.
-OPTIONAL = ("jax-triton", "triton", "torch", "flashinfer-python", "fa3-fwd", "cuda-cccl")
+OPTIONAL = (
+    "jax-triton",
+    "triton",
+    "torch",
+    "flashinfer-python",
+    "fa3-fwd",
+    "cuda-cccl",
+    "google-tunix",
+)
 
 
 def describe() -> dict[str, Any]:

@@ -118,14 +118,7 @@ class Trial:
 
     def _checked(self, tokens: Sequence[tuple[int, ...]]) -> Row:
         """Whether the first requests have the same tokens as decoded alone, but for near ties."""
-
-        def scorer(
-            rows: Sequence[int], answers: check.Answers, params: jspec.SamplingParams
-        ) -> list[np.ndarray]:
-            prompts, requests = zip(*self.requests[:CHECKED], strict=True)
-            state = jspec.start_decoding(self.model, prompts, requests)
-            return check.score_answers(self.model, [state], rows, answers, params)
-
+        scorer = check.scorer_of(self.model, *zip(*self.requests[:CHECKED], strict=True))
         result = check.greedy(scorer, tokens, self.alone, exact=False)
         return {"checked": result["checked"], "check": result}
 

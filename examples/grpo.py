@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ import jspec
 
 PROMPTS = ("def ", "import os\n", "class A:\n", "# ")
 CLIP = 0.2
+# Of weights and tokens, as `log_probabilities` without its graph.
+LogProbabilities = Callable[[Any, jax.Array], jax.Array]
 
 
 def reward(text: str) -> float:
@@ -38,15 +41,21 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
     return centred / (rewards.std(axis=1, keepdims=True) + 1e-6)
 
 
-def log_probabilities(model: Any, tokens: jax.Array) -> jax.Array:
+def log_probabilities(graph: Any, weights: Any, tokens: jax.Array) -> jax.Array:
     """Of each of ``tokens [N, S]`` but the first, ``[N, S - 1]``: the trainer's own forward."""
+    model = nnx.merge(graph, weights)
 
     def attend(layer, q, k, v, cache):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True), cache
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = model(tokens, positions, attend, None)
-    law = jax.nn.log_softmax(model.logits(hidden)[:, :-1].astype(jnp.float32))
+    return of_next(model.logits(hidden), tokens)
+
+
+def of_next(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Log-probabilities of the next tokens under ``logits [N, S, V]``, float32 ``[N, S - 1]``."""
+    law = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
     return jnp.take_along_axis(law, tokens[:, 1:, None], axis=2)[..., 0]
 
 
@@ -68,24 +77,29 @@ class Batch:
     advantages: Any
 
 
-def batch_of(requests: Sequence[Sequence[jspec.Request]], prompts, rewards, size: int) -> Batch:
-    """The groups of answers to ``prompts``, padded to ``size`` tokens."""
-    count = sum(map(len, requests))
+def batch_of(
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    logprobs: Sequence[Any],
+    rewards: np.ndarray,
+    size: int,
+) -> Batch:
+    """A step's ``answers`` and their ``logprobs``, group by group, padded to ``size`` tokens."""
+    count, group = len(answers), len(answers) // len(prompts)
     tokens = np.zeros((count, size), np.int32)
-    is_answer, logprobs = np.zeros((count, size - 1), bool), np.zeros((count, size - 1), np.float32)
-    rows = ((prompt, x) for prompt, group in zip(prompts, requests, strict=True) for x in group)
-    for row, (prompt, request) in enumerate(rows):
-        begin, end = len(prompt), len(prompt) + len(request.tokens)
-        tokens[row, :end] = [*prompt, *request.tokens]
+    is_answer, scores = np.zeros((count, size - 1), bool), np.zeros((count, size - 1), np.float32)
+    for row, answer in enumerate(answers):
+        prompt = prompts[row // group]
+        begin, end = len(prompt), len(prompt) + len(answer)
+        tokens[row, :end] = [*prompt, *answer]
         is_answer[row, begin - 1 : end - 1] = True
-        assert request.logprobs is not None
-        logprobs[row, begin - 1 : end - 1] = request.logprobs.sampling.logprobs
-    return Batch(tokens, is_answer, logprobs, advantages(rewards).ravel().astype(np.float32))
+        scores[row, begin - 1 : end - 1] = logprobs[row]
+    return Batch(tokens, is_answer, scores, advantages(rewards).ravel().astype(np.float32))
 
 
-def loss(weights: Any, graph: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def loss(weights: Any, of_tokens: LogProbabilities, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """The clipped objective, negated; and the largest difference from the rollout's numbers."""
-    difference = log_probabilities(nnx.merge(graph, weights), batch.tokens) - batch.logprobs
+    difference = of_tokens(weights, batch.tokens) - batch.logprobs
     ratio, advantage = jnp.exp(difference), batch.advantages[:, None]
     gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
     return -jnp.mean(gain, where=batch.is_answer), jnp.where(
@@ -93,16 +107,25 @@ def loss(weights: Any, graph: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
     ).max()
 
 
-def train_step_of(graph: Any, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+def train_step_of(
+    of_tokens: LogProbabilities, optimizer: optax.GradientTransformation
+) -> Callable[..., Any]:
     """A jitted step: new weights, state of the optimiser, and the difference that `loss` gives."""
 
     @jax.jit
     def train_step(weights: Any, state: Any, batch: Batch):
-        gradient, difference = jax.grad(loss, has_aux=True)(weights, graph, batch)
+        gradient, difference = jax.grad(loss, has_aux=True)(weights, of_tokens, batch)
         updates, state = optimizer.update(gradient, state, weights)
         return optax.apply_updates(weights, updates), state, difference
 
     return train_step
+
+
+def tokens_and_logprobs(groups: Sequence[Sequence[jspec.Request]]) -> tuple[list[Any], list[Any]]:
+    """The tokens of all answers, and their log-probabilities."""
+    answers = [answer for group in groups for answer in group]
+    scores = [answer.logprobs for answer in answers]
+    return [x.tokens for x in answers], [x.sampling.logprobs for x in scores if x is not None]
 
 
 def params_of(new: int, seed: int) -> jspec.SamplingParams:
@@ -141,7 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     )
     graph, weights = nnx.split(model)
     optimizer = optax.adam(1e-4)
-    state, train_step = optimizer.init(weights), train_step_of(graph, optimizer)
+    state, train_step = (
+        optimizer.init(weights),
+        train_step_of(partial(log_probabilities, graph), optimizer),
+    )
     means, compilations = [], 0
     for step in range(asked.steps):
         begin = time.perf_counter()
@@ -155,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         engine.run()
         rewards = np.array([[reward(tokenizer.decode(x.tokens)) for x in g] for g in groups])
         decoded = time.perf_counter()
-        batch = batch_of(groups, prompts, rewards, size)
+        batch = batch_of(prompts, *tokens_and_logprobs(groups), rewards, size)
         weights, state, difference = train_step(weights, state, batch)
         difference = float(difference)  # waits for the step
         trained = time.perf_counter()

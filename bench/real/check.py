@@ -109,6 +109,23 @@ def _first_difference(row: Sequence[int], other: Sequence[int]) -> int | None:
     return at
 
 
+def scorer_of(
+    model: jspec.Decoder, prompts: Sequence[Sequence[int]], params: Sequence[jspec.SamplingParams]
+) -> Scorer:
+    """A scorer of answers to ``prompts``, `ROWS` at most, of at most as many tokens as ``params``.
+
+    Each call prefills the prompts again, so that their cache takes memory only meanwhile.
+    """
+
+    def scorer(
+        rows: Sequence[int], answers: Answers, law: jspec.SamplingParams
+    ) -> list[np.ndarray]:
+        state = jspec.start_decoding(model, prompts, params)
+        return score_answers(model, [state], rows, answers, law)
+
+    return scorer
+
+
 def score_answers(
     model: jspec.Decoder,
     states: Sequence[DecodeState],

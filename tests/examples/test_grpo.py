@@ -1,5 +1,7 @@
 """The example of GRPO: its numbers, and a step of it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +26,12 @@ def test_the_first_gradient_is_that_of_the_policy_gradient(tiny):
     engine = jspec.Engine(tiny, slots=4, capacity=12, draft=None, logprobs=0)
     groups = [engine.submit_group(x, grpo.params_of(6, 5), n=2) for x in prompts]
     engine.run()
-    batch = grpo.batch_of(groups, prompts, rewards, 10)
+    batch = grpo.batch_of(prompts, *grpo.tokens_and_logprobs(groups), rewards, 10)
     graph, weights = nnx.split(tiny)
     loss = jax.jit(
-        lambda weights, batch: jax.value_and_grad(grpo.loss, has_aux=True)(weights, graph, batch)
+        lambda weights, batch: jax.value_and_grad(grpo.loss, has_aux=True)(
+            weights, partial(grpo.log_probabilities, graph), batch
+        )
     )
     (value, difference), gradient = loss(weights, batch)
     assert float(difference) < 1e-4

@@ -1,0 +1,212 @@
+"""Tokens a second of a rollout: `jspec.tunix.Rollout` by drafter, against Tunix's own sampler.
+
+Both get the same weights, prompts and limits through Tunix's interface, and are timed over whole
+calls after the first one, which compiles. Answers end at the model's stop tokens. Greedy ones must
+be plain decoding's but for near ties, sampled ones as likely as the model's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+import jspec
+from bench.cases import Case
+from bench.drafters import ALL, EXACT, PLAIN
+from bench.point import Row, row
+from bench.program import failure
+from bench.real import check
+from bench.real.texts import prompts as chat_prompts
+from bench.rivals import tunix
+from bench.rivals.common import module
+from bench.rivals.tunix import TUNIX
+from bench.settings import Settings
+from bench.suite import Benchmark
+from bench.texts import texts
+from jspec.cli.compile_cache import keep_programs
+
+CALLS = 3  # timed ones
+CHECKED = check.ROWS
+SAMPLING = {"greedy": 0.0, "t1": 1.0}
+DRAFTS = (PLAIN, "ngram", "suffix")
+# B: answers; group: of them to a prompt; S and new: most tokens of a prompt and of an answer.
+DEFAULT: Case = {"B": 64, "group": 8, "S": 512, "new": 512, "sampling": "t1", "exact": "no"}
+CHOICES = {"sampling": tuple(SAMPLING), "exact": tuple(EXACT)}
+
+
+def complete(case: Case) -> Case:
+    if case["B"] % case["group"]:
+        raise ValueError(f"B={case['B']} is no multiple of group={case['group']}")
+    return case
+
+
+@dataclasses.dataclass
+class Trial:
+    """A case: a model, its prompts, and what both rollouts are called with."""
+
+    case: Case
+    name: str
+    model: jspec.Decoder
+    prompts: tunix.Prompts
+
+    @classmethod
+    def of(cls, case: Case, settings: Settings) -> Trial:
+        model, tokenizer = loaded(settings)
+        count = case["B"] // case["group"]
+        template = settings.model and jspec.load_chat_template(settings.model)
+        if template is None:
+            ids = texts(tokenizer, range(count), case["S"])
+        else:
+            ids = [x.tokens for x in chat_prompts(tokenizer, template, count, case["S"])]
+        name = settings.model.stem if settings.model else "bundled"
+        return cls(case, name, model, tunix.Prompts.of(tokenizer, model, ids))
+
+    @property
+    def temperature(self) -> float:
+        return SAMPLING[self.case["sampling"]]
+
+    @functools.cached_property
+    def texts(self) -> list[str]:
+        """The names of all prompts, each as often as it has answers."""
+        return [str(i // self.case["group"]) for i in range(self.case["B"])]
+
+    def config(self, seed: int) -> Any:
+        return tunix.config_of(
+            self.prompts,
+            self.case["new"],
+            temperature=self.temperature,
+            top_p=1.0 if self.temperature else None,
+            seed=jax.random.PRNGKey(seed),
+            eos_tokens=list(self.model.config.stop_tokens),
+        )
+
+    def rollout(self, name: str, actor: Any) -> Any:
+        """The rollout engine of a row."""
+        if name == TUNIX:
+            return tunix.sampler_of(actor, self.prompts, self.config(0))
+        return module("jspec.tunix").Rollout(
+            actor,
+            self.prompts,
+            self.config(0),
+            slots=self.case["B"],
+            draft=jspec.named_draft(ALL[name]),
+            gamma=0 if name == PLAIN else "auto",
+            exact=EXACT[self.case["exact"]],
+        )
+
+    def row(self, name: str, actor: Any) -> Row:
+        rollout = self.rollout(name, actor)
+        begin = time.perf_counter()
+        rollout.generate(self.texts, self.config(0))
+        first = time.perf_counter() - begin
+        if name not in (TUNIX, PLAIN):  # gamma="auto" has learned the times of its chunks
+            rollout.generate(self.texts, self.config(0))
+        engine = None if name == TUNIX else rollout.engine
+        before = engine and engine.stats.compilations
+        seconds, outputs = [], []
+        for seed in range(1, CALLS + 1):
+            begin = time.perf_counter()
+            outputs.append(rollout.generate(self.texts, self.config(seed)))
+            seconds.append(time.perf_counter() - begin)
+        counts = [sum(map(len, output.tokens)) for output in outputs]
+        result = self.checked(outputs[0].tokens)
+        measured: Row = {
+            "tokens_per_s": sum(counts) / sum(seconds),
+            "first_call_s": first,
+            "tokens": counts,
+            "longest": [max(map(len, output.tokens)) for output in outputs],
+            "seconds": seconds,
+            "check": result,
+        }
+        if engine is not None:
+            measured["compilations"] = engine.stats.compilations - before
+            measured["differences"] = self.differences(rollout, outputs[0])
+        checked = result["checked"]
+        if not checked:
+            measured = {"check": result, "reason": "its tokens are wrong"}
+        return self.row_of(name, checked, measured)
+
+    def row_of(self, name: str, checked: bool | None, measured: Row) -> Row:
+        return row("sampler", {"model": self.name, **self.case}, name, checked=checked, **measured)
+
+    def checked(self, tokens: Any) -> dict[str, Any]:
+        """Whether the first answer to each of the first prompts is the model's own."""
+        group, count = self.case["group"], min(CHECKED, len(self.prompts.ids))
+        ids = self.prompts.ids[:count]
+        answers = [tokens[row * group].tolist() for row in range(count)]
+        params = jspec.SamplingParams(max_new_tokens=self.case["new"], temperature=self.temperature)
+        scorer = check.scorer_of(self.model, ids, [params] * count)
+        if self.temperature:
+            return check.sampled(scorer, answers, params)
+        plain = jspec.generate(self.model, ids, params, draft=None).tokens
+        stops = self.model.config.stop_tokens
+        plain = [x[:-1] if x[-1] in stops else x for x in plain]
+        return check.greedy(scorer, answers, plain, exact=False)
+
+    def differences(self, rollout: Any, output: Any) -> dict[str, float]:
+        """Of a rollout's log-probabilities from `jspec.score_tokens`: quantiles and the largest."""
+        rows = range(0, self.case["B"], self.case["group"])
+        ids = [self.prompts.ids[row // self.case["group"]] for row in rows]
+        answers = [output.tokens[row].tolist() for row in rows]
+        exact: Any = "bits" if self.case["exact"] == "bits" else None
+        scored = jspec.score_tokens(
+            rollout.engine.model,
+            [[*prompt, *answer] for prompt, answer in zip(ids, answers, strict=True)],
+            exact=exact,
+        )
+        parts = [
+            np.abs(scores[len(scores) - len(answer) :] - output.logprobs[row])
+            for row, answer, scores in zip(rows, answers, scored, strict=True)
+        ]
+        whole = np.concatenate(parts)
+        shares = {f"p{q}": float(np.percentile(whole, q)) for q in (50, 90, 99)}
+        return {"tokens": len(whole), **shares, "max": float(whole.max())}
+
+
+def loaded(settings: Settings) -> tuple[jspec.Decoder, jspec.Tokenizer]:
+    """The model of the settings, the bundled one if there is none."""
+    if settings.model is None:
+        return jspec.load_bundled()
+    return jspec.load_model(settings.model), jspec.load_tokenizer(settings.model)
+
+
+def rows(case: Case, settings: Settings) -> Iterator[Row]:
+    """Tunix's sampler first, then an engine with each drafter."""
+    keep_programs()
+    trial = Trial.of(case, settings)
+    base = None
+    for name in (TUNIX, *DRAFTS):
+        if not settings.wants(name):
+            continue
+        try:
+            measured = trial.row(name, tunix.actor_of(trial.model))
+        except ModuleNotFoundError as error:
+            measured = trial.row_of(name, None, {"reason": f"{error.name} is not installed"})
+        except Exception as error:
+            measured = trial.row_of(name, False, {"reason": failure(name, error).reason})
+        if "tokens_per_s" in measured:
+            base = base or (measured["tokens_per_s"] if name == TUNIX else None)
+            if base:
+                measured["vs_tunix"] = measured["tokens_per_s"] / base
+        yield measured
+        gc.collect()  # its memory, before the next one takes it
+
+
+SAMPLER = Benchmark(
+    name="sampler",
+    names=(TUNIX, *DRAFTS),
+    rows=rows,
+    complete=complete,
+    default=DEFAULT,
+    choices=CHOICES,
+    gpu=["", "sampling=greedy"],
+    quick=[""],
+    cpu=["B=4,group=2,S=64,new=32"],
+)

@@ -1,0 +1,162 @@
+"""The suite `rollouts`: its figures, its checks, and its rival's weights."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jspec
+from bench.rivals import tunix
+from bench.rollouts import SUITE, grpo, prefill, weights
+from bench.settings import Settings
+from tests.conftest import OF_BYTES, make_decoder
+
+BENCHMARKS = {x.name: x for x in SUITE.benchmarks}
+
+
+def rows(op: str, text: str, *names: str) -> list[dict]:
+    benchmark = BENCHMARKS[op]
+    return list(benchmark.rows(benchmark.case(text), Settings(quick=True, only=names)))
+
+
+def test_time_to_a_reward_is_that_of_all_parts_of_all_steps():
+    def step(reward: float, rollout: float) -> dict:
+        parts = {"score": 0.5, "train": 1.0, "update": 0.25}
+        return {"reward": reward, "difference": reward / 10, "rollout": rollout, **parts}
+
+    good, late = [step(0.5, 1.0), step(0.9, 3.0)], [step(0.95, 2.0)]
+    result = grpo.figures([good, late], 0.9)
+    assert result["seconds"] == [pytest.approx(4 + 2 * 1.75), pytest.approx(3.75)]
+    assert (result["steps"], result["rewards"]) == ([2, 1], [[0.5, 0.9], [0.95]])
+    assert result["to_reward_s"] == pytest.approx((7.5 + 3.75) / 2)
+    assert (result["rollout_ms"], result["train_ms"]) == (2000, 1000)
+    assert result["difference"] == pytest.approx(0.095)
+    missed = grpo.figures([good, [step(0.8, 1.0)]], 0.9)
+    assert missed["seconds"] == [pytest.approx(7.5), None]
+    assert "to_reward_s" not in missed
+
+
+def test_cases_of_uneven_groups_are_refused():
+    with pytest.raises(ValueError, match="B=6 is no multiple of group=4"):
+        BENCHMARKS["sampler"].case("B=6,group=4")
+
+
+def test_a_group_is_prefilled_once_and_conversations_go_on(small_bundled):
+    shared, apart = rows("group", "B=3,S=80,new=4")
+    assert (shared["name"], apart["name"]) == ("shared", "apart")
+    assert shared["checked"]
+    assert apart["checked"]
+    assert apart["prefilled"] == 3 * 80
+    assert shared["prefilled"] < 80 + 3
+    assert shared["cache_bytes"] == 4 * 256 * OF_BYTES.num_layers * 2 * 2 * 16 * 4
+    assert shared["compilations"] == apart["compilations"] == 0
+
+
+def test_users_send_their_turns_in_order(tiny):
+    case = {"B": 2, "turns": 3, "S": 5, "message": 2, "new": 3}
+    whole = [list(range(1, 9)), [10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]]
+    engine = jspec.Engine(tiny, slots=2, capacity=20, draft=None)
+    asked = prefill.conversed(engine, whole, case, apart=False)
+    assert sorted(x.turn for x in asked) == [0, 0, 1, 1, 2, 2]
+    for user in (1, 2):
+        first, second, third = (x for x in asked if whole[user][0] in x.prompt)
+        assert first.prompt == [1, 2, 3, 4, 5, *whole[user][:2]]
+        assert second.prompt == [*first.prompt, *first.request.tokens, *whole[user][2:4]]
+        assert third.prompt == [*second.prompt, *second.request.tokens, *whole[user][4:]]
+    assert all(x.first_ms > 0 and len(x.request.tokens) == 3 for x in asked)
+    apart = prefill.conversed(engine, whole, case, apart=True)
+    assert len({x.prompt[0] for x in apart}) == 6
+
+
+def test_new_weights_are_those_of_the_engine(monkeypatch):
+    monkeypatch.setattr(weights, "drawn", lambda name, layers: make_decoder(OF_BYTES))
+    monkeypatch.setattr(weights, "REPEATS", 1)
+    copy, taken, cast = rows("update", "")
+    assert [x["name"] for x in (copy, taken, cast)] == ["copy", "taken", "cast"]
+    assert all(x["checked"] and x["ms"] > 0 for x in (copy, taken, cast))
+    assert taken["GB_per_s"] == 0
+    right = jspec.Engine.update
+
+    def wrong(self, new):
+        return right(self, jax.tree.map(lambda x: x * 2, new))
+
+    monkeypatch.setattr(jspec.Engine, "update", wrong)
+    assert [x["checked"] for x in rows("update", "", "taken", "copy")] == [True, False]
+
+
+def test_without_tunix_a_row_says_so(small_bundled, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("none", name="tunix")
+
+    monkeypatch.setattr(tunix, "module", missing)
+    for op, text in (("sampler", "B=2,group=1,S=8,new=4"), ("grpo", "answers=2,new=4,steps=1")):
+        for row in rows(op, text, "tunix", "none"):
+            assert (row["checked"], row["reason"]) == (None, "tunix is not installed")
+
+
+@pytest.fixture
+def _promotes():
+    """Dtypes and ranks are promoted, as Tunix and optax need."""
+    pytest.importorskip("tunix", reason="Tunix is not installed: pip install '.[tunix]'")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("_promotes", "small_bundled")
+@pytest.mark.parametrize("sampling", ["greedy", "t1"])
+def test_both_rollouts_give_answers_of_the_model(sampling, monkeypatch):
+    measured = rows("sampler", f"B=4,group=2,S=12,new=6,sampling={sampling}", "tunix", "none")
+    assert [x["name"] for x in measured] == ["tunix", "none"]
+    assert all(x["checked"] for x in measured)
+    ours = measured[1]
+    assert ours["vs_tunix"] == pytest.approx(ours["tokens_per_s"] / measured[0]["tokens_per_s"])
+    assert ours["compilations"] == 0
+    assert ours["differences"]["max"] < 1e-4
+    right = tunix.actor_of
+
+    def wrong(model):
+        actor: Any = right(model)
+        actor.final_norm.w[...] = -actor.final_norm.w[...]
+        return actor
+
+    monkeypatch.setattr(tunix, "actor_of", wrong)
+    (row,) = rows("sampler", f"B=4,group=2,S=12,new=6,sampling={sampling}", "tunix")
+    assert (row["checked"], row["reason"]) == (False, "its tokens are wrong")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("_promotes")
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_rival_has_the_weights_of_a_model(bias):
+    """Also where it has biases, or no norms of queries and keys."""
+    config = dataclasses.replace(OF_BYTES, qkv_bias=bias, family="qwen2" if bias else "llama")
+    model, (_, tokenizer) = make_decoder(config), jspec.load_bundled()
+    if bias:
+        layer: Any = model.layers[0]
+        bias_of = layer.attention.qkv.bias
+        bias_of[...] = jax.random.normal(jax.random.key(1), bias_of.shape)
+    prompts = tunix.Prompts.of(tokenizer, model, [[1, 2, 3], [70, 80]])
+    settings = tunix.config_of(prompts, 5, temperature=0.0, top_p=None)
+    output = tunix.sampler_of(tunix.actor_of(model), prompts, settings).generate(
+        ["0", "1"], settings
+    )
+    params = jspec.SamplingParams(max_new_tokens=5, ignore_eos=True)
+    plain = jspec.generate(model, prompts.ids, params, draft=None).tokens
+    for one, other in zip(output.tokens, plain, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="no model for gemma"):
+        tunix.actor_of(make_decoder(dataclasses.replace(config, family="gemma")))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("_promotes", "small_bundled")
+def test_a_row_of_grpo_has_its_parts(monkeypatch):
+    monkeypatch.setattr(grpo, "SEEDS", 1)
+    (row,) = rows("grpo", "answers=2,new=4,steps=2,target=1.0", "none")
+    assert (row["compilations"], row["steps"]) == (0, [2])
+    assert 0 < row["difference"] < 1e-4
+    assert all(row[f"{part}_ms"] > 0 for part in grpo.PARTS)
+    assert 0 < max(row["rewards"][0]) < 1
