@@ -327,7 +327,8 @@ class LLM:
             asked["logprobs"] = count
         if (count := self._checked_logprobs("prompt_logprobs", prompt_logprobs)) is not None:
             asked["prompt_logprobs"] = count
-        # Every prompt gets a seed; its other answers take the seeds that follow.
+        # Each prompt has a seed by then, which the condition tells type checkers; its other answers
+        # take the seeds that follow.
         params = [
             dataclasses.replace(p, seed=(p.seed + sample) % 2**32, **asked)
             for p in agreed_params(self._models, list(map(np.asarray, prompts)), params, n)

@@ -208,7 +208,7 @@ class SlotPrefill:
     def is_short(self, prompt: np.ndarray) -> bool:
         """Whether `fill` can prefill the prompt."""
         fits = self._has_passes and len(prompt) - 1 <= self.chunk
-        return fits and self._longest(prompt) is None
+        return fits and self._longest_prefix(prompt) is None
 
     def group(self, prompts: Sequence[np.ndarray]) -> tuple[int, int, int]:
         """How many of the first ``prompts``, which are short, go into one pass.
@@ -270,7 +270,7 @@ class SlotPrefill:
             empty = empty_record(self.options.models, (1, 0), **self._recorded)
             self.current_row.records = [(empty, 0)]
             return len(prompt)
-        prefix, slot, in_slot, in_row = self._longest(prompt), 0, 0, 0
+        prefix, slot, in_slot, in_row = self._longest_prefix(prompt), 0, 0, 0
         in_prefix = 0 if prefix is None else prefix.done
         if self.options.config.exact == "tokens":
             in_prefix -= in_prefix % self._unit
@@ -345,7 +345,7 @@ class SlotPrefill:
                 beginnings.append(Beginning(equal, len(prompt) - 1, is_new=True))
         return beginnings
 
-    def _longest(self, prompt: np.ndarray) -> Row | None:
+    def _longest_prefix(self, prompt: np.ndarray) -> Row | None:
         """The longest shared prefix that the prompt begins with."""
         fitting = [
             prefix

@@ -7,7 +7,8 @@ import math
 from jspec.config import ModelConfig
 from jspec.models.families.llama import MODULES
 from jspec.models.families.shared.family import Family
-from jspec.models.families.shared.layers import check_activation, read_layers
+from jspec.models.families.shared.gemma_layers import check_causal_gelu
+from jspec.models.families.shared.layers import read_layers
 from jspec.models.files import Fields
 
 
@@ -17,11 +18,7 @@ def read(fields: Fields) -> ModelConfig:
     if fields.get("hidden_act") == "gelu":  # the first files say so and mean the approximation
         values = {**fields.values, "hidden_act": None}
         fields = Fields(values, fields.source, fields.read)
-    check_activation(fields, "hidden_activation", "gelu_tanh")
-    if fields.boolean("use_bidirectional_attention", False):
-        raise fields.error(
-            "use_bidirectional_attention=true is not supported: jspec decodes causal models"
-        )
+    check_causal_gelu(fields)
     bias = fields.boolean("attention_bias", False)
     return read_layers(
         fields,

@@ -29,11 +29,7 @@ def read_gemma(
 
     ``softcap`` and ``logit_softcap`` are the defaults of a family.
     """
-    check_activation(fields, "hidden_activation", "gelu_tanh")
-    if fields.boolean("use_bidirectional_attention", False):
-        raise fields.error(
-            "use_bidirectional_attention=true is not supported: jspec decodes causal models"
-        )
+    check_causal_gelu(fields)
     bias = fields.boolean("attention_bias", False)
     return read_layers(
         fields,
@@ -49,6 +45,15 @@ def read_gemma(
         logit_softcap=_softcap(fields, "final_logit_softcapping", logit_softcap),
         **special,
     )
+
+
+def check_causal_gelu(fields: Fields) -> None:
+    """Raise `CheckpointError` for another activation or bidirectional attention."""
+    check_activation(fields, "hidden_activation", "gelu_tanh")
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.error(
+            "use_bidirectional_attention=true is not supported: jspec decodes causal models"
+        )
 
 
 def _softcap(fields: Fields, key: str, default: float | None) -> float | None:
