@@ -58,7 +58,7 @@ FAMILIES: dict[str, Sequence[Entry]] = {
         ),
         Entry(
             "acceptance_scan",
-            "the paper's scan alone",
+            "count of accepted tokens alone",
             [VERIFY | {"gamma": g} for g in (8, 128)],
             None,
             dict.fromkeys(("pallas", "triton"), "the paper compares its two CUDA kernels"),
@@ -146,7 +146,7 @@ FAMILIES: dict[str, Sequence[Entry]] = {
         ),
         Entry(
             "attention",
-            "the same, heads of 64",
+            "the same, heads of 64 channels",
             [
                 {"B": 8, "S": 32768, "T": 12, "heads": "64/8", "H": 64} | CACHE,
                 {"B": 96, "S": 7168, "T": 6, "heads": "9/3", "H": 64} | CACHE,
