@@ -12,6 +12,7 @@ import pytest
 import bench.__main__ as command
 from bench import point, table, verify
 from bench.__main__ import COMMANDS, SUITES, main
+from bench.report import DOCS
 from bench.suite import suite_of
 from jspec.dispatch import Backend
 from jspec.ops.verify import VERIFY_GREEDY
@@ -33,6 +34,21 @@ def test_list_names_every_suite(capsys):
         *SUITES,
         *COMMANDS,
     ]
+
+
+def test_the_page_names_every_suite_and_operation():
+    """docs/bench.md: a line for each suite, and one with the operations of each that has some."""
+    page = (DOCS / "bench.md").read_text()
+    listed, of_cases = (
+        dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section.partition("\n## ")[0], re.MULTILINE))
+        for section in (
+            page.partition(f"## {title}\n")[2] for title in ("Suites", "Operations and their cases")
+        )
+    )
+    assert listed.keys() == SUITES.keys()
+    for name, suite in SUITES.items():
+        for benchmark in suite.benchmarks:
+            assert f"`{benchmark.name}`" in of_cases[name], f"{name}, op={benchmark.name}"
 
 
 def test_env_is_json(capsys):
