@@ -181,30 +181,8 @@ class Engine:
         (params,) = agreed_params(self._options.models, [ids], params, self.capacity)
         check_request(self._options.models, ids, params)
         check_served(self.processors, params, "engine")
-        needed = len(ids) + params.max_new_tokens
-        if needed > self.capacity:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, which with max_new_tokens="
-                f"{params.max_new_tokens} exceeds capacity={self.capacity}; shorten the prompt, "
-                "lower max_new_tokens, or make the engine with a larger capacity"
-            )
         stops = stops_of(params, self._ends)
-        if len(stops) > self.stop_tokens:
-            raise ValueError(
-                f"the request has {len(stops)} stop tokens, the model's included, and the engine "
-                f"room for stop_tokens={self.stop_tokens}; make it with more"
-            )
-        for name in ("logprobs", "prompt_logprobs"):
-            asked, limit = getattr(params, name), getattr(self, name)
-            if asked is not None and (limit is None or asked > limit):
-                raise ValueError(
-                    f"the request asks for {name}={asked}, and the engine was made with "
-                    f"{name}={limit}; make it with as many"
-                )
-        if params.routed_experts and not self.routed_experts:
-            raise ValueError(
-                "the request asks for routed_experts=True; make the engine with the same"
-            )
+        self._check_room(len(ids), params, stops)
         request = Request(ids.astype(np.int32), params, stops, on_tokens, self)
         self._scheduler.add(request)
         return request
@@ -469,6 +447,32 @@ class Engine:
             raise RuntimeError(
                 "weights of the engine were deleted, as a step does that they are donated to; pass "
                 "new ones to Engine.update before the next step"
+            )
+
+    def _check_room(self, prompt_tokens: int, params: SamplingParams, stops: Sequence[int]) -> None:
+        """Raise `ValueError` for a request of more than the engine was made for."""
+        needed = prompt_tokens + params.max_new_tokens
+        if needed > self.capacity:
+            raise ValueError(
+                f"the prompt has {prompt_tokens} tokens, which with max_new_tokens="
+                f"{params.max_new_tokens} exceeds capacity={self.capacity}; shorten the prompt, "
+                "lower max_new_tokens, or make the engine with a larger capacity"
+            )
+        if len(stops) > self.stop_tokens:
+            raise ValueError(
+                f"the request has {len(stops)} stop tokens, the model's included, and the engine "
+                f"room for stop_tokens={self.stop_tokens}; make it with more"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            asked, limit = getattr(params, name), getattr(self, name)
+            if asked is not None and (limit is None or asked > limit):
+                raise ValueError(
+                    f"the request asks for {name}={asked}, and the engine was made with "
+                    f"{name}={limit}; make it with as many"
+                )
+        if params.routed_experts and not self.routed_experts:
+            raise ValueError(
+                "the request asks for routed_experts=True; make the engine with the same"
             )
 
     def _remove(self, request: Request) -> None:
