@@ -69,6 +69,11 @@ def params_of(new: int) -> jspec.SamplingParams:
     return jspec.SamplingParams(max_new_tokens=new, ignore_eos=True)
 
 
+def long_texts(tokenizer: jspec.Tokenizer, count: int, tokens: int) -> list[list[int]]:
+    """Texts of ``tokens`` tokens, also by vocabularies whose tokens are long."""
+    return [x[:tokens] for x in texts(tokenizer, range(count), 3 * tokens)]
+
+
 def begun_with(index: int, model: jspec.Model, prompt: list[int]) -> list[int]:
     """A prompt after a token that no prompt with another index begins with."""
     return [index % model.config.vocab_size, *prompt[1:]]
@@ -114,7 +119,7 @@ def group(case: Case, settings: Settings) -> Iterator[Row]:
     """All answers to one prompt, and to as many prompts of the same length."""
     keep_programs()
     model, tokenizer = loaded(settings)
-    (prompt,) = texts(tokenizer, [0], case["S"])
+    prompt = long_texts(tokenizer, 1, case["S"])[0]
     capacity, params = case["S"] + case["new"], params_of(case["new"])
     for name in filter(settings.wants, NAMES):
         before = device_bytes("bytes_in_use")
@@ -147,7 +152,7 @@ def conversations(case: Case, settings: Settings) -> Iterator[Row]:
     keep_programs()
     model, tokenizer = loaded(settings)
     users, turns, message = case["B"], case["turns"], case["message"]
-    whole = texts(tokenizer, range(users + 1), max(case["S"], turns * message))
+    whole = long_texts(tokenizer, users + 1, max(case["S"], turns * message))
     capacity = case["S"] + turns * (message + case["new"])
     for name in filter(settings.wants, NAMES):
         engine = jspec.Engine(model, slots=users, capacity=capacity, draft=None)
