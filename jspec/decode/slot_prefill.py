@@ -270,8 +270,10 @@ class SlotPrefill:
             empty = empty_record(self.options.models, (1, 0), **self._recorded)
             self.current_row.records = [(empty, 0)]
             return len(prompt)
-        prefix, slot, in_slot, in_row = self._longest_prefix(prompt), 0, 0, 0
+        # How many of its tokens there are: in a shared prefix, in a slot, and in the row itself.
+        prefix = self._longest_prefix(prompt)
         in_prefix = 0 if prefix is None else prefix.done
+        slot = in_slot = in_row = 0
         if self.options.config.exact == "tokens":
             in_prefix -= in_prefix % self._unit
         if self._finds_prefixes:
