@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.report import branches, comparison, figures, papers, readme, simulated
+from bench.report import branches, comparison, figures, papers, readme, rollouts, simulated
 from bench.report.markdown import Line, refreshed, table
 from bench.report.questions import QUESTIONS, Question
 from bench.report.runs import JOINED, Run, read
@@ -59,6 +59,7 @@ def pages_of(results: Path, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
         "comparison.md": comparison.tables(runs),
         "drafting.md": {"trees": branches.timed(runs), "branches": branches.branches(results)},
         "papers.md": papers.tables(runs),
+        "rollouts.md": rollouts.tables(runs),
         "simulator.md": simulated.tables(results),
     }
 

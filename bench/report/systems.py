@@ -13,6 +13,7 @@ from bench.point import Row, spread
 from bench.quality import REFERENCE
 from bench.report.markdown import Line, ratio, us
 from bench.report.runs import Run
+from bench.serving import ROLLOUT
 from bench.table import number
 
 BUDGET = 1 / 64  # the share of a context on the first page
@@ -99,8 +100,8 @@ def _texts(row: Row) -> str:
 
 
 def served(runs: Sequence[Run]) -> Iterator[Line]:
-    """The engine with all requests there at once, each mix and drafter once; and whole batches of
-    `jspec.generate`, the fastest and the slowest case of a machine.
+    """The engine with all requests there at once, each mix but rollouts and drafter once; and whole
+    batches of `jspec.generate`, the fastest and the slowest case of a machine.
 
     At a glance are the fastest batch, and the fastest and the slowest load of a machine.
     """
@@ -113,7 +114,11 @@ def served(runs: Sequence[Run]) -> Iterator[Line]:
         drafted = [x for x in run.rows if x["checked"] and x["name"] != "none" and "vs_plain" in x]
         batches = [row for row in drafted if row["operation"] == "generate"]
         ends = [pick(batches, key=lambda row: row["vs_plain"]) for pick in (max, min) if batches]
-        full = [row for row in drafted if row["case"].get("load") == "full"]
+        full = [
+            row
+            for row in drafted
+            if row["case"].get("load") == "full" and row["case"]["mix"] != ROLLOUT
+        ]
         for index, row in enumerate([*ends, *full]):
             case, load = row["case"], row.get("served")
             mix = case["mix"] if load else f"generate, {kilo(case['S'])}"

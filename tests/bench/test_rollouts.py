@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import jspec
+from bench.report import rollouts
+from bench.report.runs import Run
 from bench.rivals import tunix
 from bench.rollouts import SUITE, grpo, prefill, weights
 from bench.settings import Settings
@@ -94,6 +96,42 @@ def test_without_tunix_a_row_says_so(small_bundled, monkeypatch):
     for op, text in (("sampler", "B=2,group=1,S=8,new=4"), ("grpo", "answers=2,new=4,steps=1")):
         for row in rows(op, text, "tunix", "none"):
             assert (row["checked"], row["reason"]) == (None, "tunix is not installed")
+
+
+def test_the_report_has_what_was_measured_on_a_gpu():
+    """With the trap of each table: a missed target, a row with a reason, a rate of nothing."""
+    sampler = {"model": "m", "B": 64, "new": 512, "sampling": "t1", "exact": "no"}
+    speed = {"operation": "sampler", "case": sampler, "checked": True, "first_call_s": 20.0}
+    grpo = {"model": "m", "target": 0.8}
+    parts = {"rollout_ms": 5.0, "train_ms": 6.0, "update_ms": 7.0, "compilations": 0}
+    update = {"operation": "update", "case": {"model": "m"}, "checked": True}
+    group = {"operation": "group", "case": {"model": "m", "B": 16, "S": 4096}, "checked": True}
+    group |= {"first_token_ms": 1.0, "tokens_per_s": 9.0, "cache_bytes": 1.5e9}
+    phase = {"operation": "serving", "checked": True, "name": "ngram", "tokens_per_s": 3.0}
+    measured = [
+        {**speed, "name": "tunix", "tokens_per_s": 1000.0, "vs_tunix": 1.0},
+        {**speed, "name": "none", "tokens_per_s": 2500.0, "vs_tunix": 2.5}
+        | {"differences": {"max": 0.25}},
+        {**speed, "name": "ngram", "checked": False, "reason": "its tokens are wrong"},
+        {"operation": "grpo", "case": grpo, "name": "none", "checked": None, **parts}
+        | {"seconds": [1.5, None], "steps": [3, 9], "difference": 0.5},
+        {**update, "name": "taken", "ms": 0.5, "GB_per_s": 0.0},
+        {**update, "name": "copy", "ms": 2.0, "GB_per_s": 1500.0},
+        {**group, "name": "shared", "prefilled": 4096, "prefilled_share": 1 / 16}
+        | {"engine_bytes": 1.6e9},
+        {**phase, "case": {"mix": "rollout", "B": 32, "gamma": "auto"}, "half_free_s": 0.5},
+        {**phase, "case": {"mix": "reasoning", "B": 32, "gamma": "auto"}},
+    ]
+    result = {"machine": {"device": "NVIDIA H200"}, "rows": measured}
+    tables = rollouts.tables([Run("h200", "rollouts", "", result)])
+    assert [len(x.splitlines()) - 4 for x in tables.values()] == [2, 1, 1, 1, 1]
+    assert "| jspec, no drafts | 2,500 | 2.50x | 20.0 | 0.2 |" in tables["speed"]
+    assert "| 1.5, missed | 3, 9 | 5.0 | 6.0 | 7.0 | 0 | 0.5 |" in tables["grpo"]
+    assert "| H200 | m | 0.50 | 2.00 (1,500 GB/s) |" in tables["weights"]
+    assert "| shared | 4,096 (6.2%) | 1.0 | 9 | 1.50 / 1.60 |" in tables["shared"]
+    assert "| H200 | 32 | auto | ngram | 3 | 0.50 | 0 |" in tables["phases"]
+    result["machine"]["device"] = "cpu"
+    assert not any(rollouts.tables([Run("cpu", "rollouts", "", result)]).values())
 
 
 @pytest.fixture

@@ -1,0 +1,140 @@
+"""The tables of docs/rollouts.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bench.point import Row
+from bench.report.markdown import Line, distinct, ratio, table
+from bench.report.runs import Run
+from bench.serving import ROLLOUT
+
+SUITES = ("rollouts", "serving")
+ENGINES = {"tunix": "Tunix's sampler", "none": "jspec, no drafts"}
+WORDS = {
+    "speed": "Tokens a second of a rollout through Tunix's interface. *difference*: the largest of "
+    "the rollout's log-probabilities from those of `jspec.score_tokens`.",
+    "grpo": "GRPO until a step's mean reward is the target. *difference*: the largest of the "
+    "trainer's log-probabilities from the rollout's; *compiled*: programs after the warm-up.",
+    "weights": "Milliseconds of `Engine.update` with weights that it takes as they are, and with "
+    "float32 ones that are cast; of a copy of all weights by one program.",
+    "shared": "What requests that begin alike share, and the same where nothing can be. *cache*: "
+    "GB that follow from shapes, and what the engine took.",
+    "phases": "The third of three rollouts, one answer in eight long. *half free*: seconds until "
+    "half of the slots are free; *then*: tokens a second after it.",
+}
+
+
+def tables(runs: Sequence[Run]) -> dict[str, str]:
+    """Each table after its words, empty where nothing was measured on a GPU."""
+    of_gpus = [run for run in runs if run.suite in SUITES and run.device != "cpu"]
+    lines = {
+        "speed": (speeds(of_gpus), 5),
+        "grpo": (trained(of_gpus), 4),
+        "weights": (updates(of_gpus), 2),
+        "shared": (shared(of_gpus), 4),
+        "phases": (phases(of_gpus), 4),
+    }
+    result = {}
+    for name, (of_table, labels) in lines.items():
+        text = table(distinct(of_table, labels), labels)
+        result[name] = f"{WORDS[name]}\n\n{text}" if text else ""
+    return result
+
+
+def measured(runs: Sequence[Run], operation: str) -> Iterator[tuple[Run, Row]]:
+    """The rows of an operation that have figures, with their runs."""
+    for run in runs:
+        for row in run.rows:
+            if row["operation"] == operation and "reason" not in row:
+                yield run, row
+
+
+def speeds(runs: Sequence[Run]) -> Iterator[Line]:
+    for run, row in measured(runs, "sampler"):
+        case = row["case"]
+        sampling = case["sampling"] + ("" if case["exact"] == "no" else f", exact={case['exact']}")
+        yield Line(
+            {
+                "card": run.card,
+                "model": case["model"],
+                "answers": f"{case['B']} of {case['new']} tokens at most",
+                "sampling": sampling,
+                "rollout": ENGINES.get(row["name"], f"jspec, {row['name']}"),
+                "tok/s": f"{row['tokens_per_s']:,.0f}",
+                "vs Tunix": ratio(row["vs_tunix"]) if "vs_tunix" in row else "",
+                "first call, s": f"{row['first_call_s']:.1f}",
+                "difference": f"{row['differences']['max']:.1g}" if "differences" in row else "",
+            }
+        )
+
+
+def trained(runs: Sequence[Run]) -> Iterator[Line]:
+    for run, row in measured(runs, "grpo"):
+        case = row["case"]
+        seconds = ("missed" if x is None else f"{x:.1f}" for x in row["seconds"])
+        yield Line(
+            {
+                "card": run.card,
+                "model": case["model"],
+                "target": str(case["target"]),
+                "rollout": ENGINES.get(row["name"], f"jspec, {row['name']}"),
+                "seconds, by seed": ", ".join(seconds),
+                "steps": ", ".join(map(str, row["steps"])),
+                **{f"{x}, ms": f"{row[f'{x}_ms']:.1f}" for x in ("rollout", "train", "update")},
+                "compiled": str(row["compilations"]),
+                "difference": f"{row['difference']:.1g}",
+            }
+        )
+
+
+def updates(runs: Sequence[Run]) -> Iterator[Line]:
+    """A line for each model of a run, with a column for each way."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for run, row in measured(runs, "update"):
+        if row["checked"]:
+            model, rate = row["case"]["model"], row["GB_per_s"]
+            at = cells.setdefault((run.card, model), {"card": run.card, "model": model})
+            at[row["name"]] = f"{row['ms']:.2f}" + (f" ({rate:,.0f} GB/s)" if rate else "")
+    yield from map(Line, cells.values())
+
+
+def shared(runs: Sequence[Run]) -> Iterator[Line]:
+    for operation in ("group", "conversations"):
+        for run, row in measured(runs, operation):
+            case = row["case"]
+            what = (
+                f"{case['B']} answers to a prompt of {case['S']}"
+                if operation == "group"
+                else f"{case['B']} users, {case['turns']} turns"
+            )
+            cells = {"card": run.card, "model": case["model"], "requests": what}
+            cells |= {
+                "prompts": row["name"],
+                "prefilled": f"{row['prefilled']:,} ({row['prefilled_share']:.1%})",
+                "first token, ms": f"{row['first_token_ms']:.1f}",
+                "tok/s": f"{row['tokens_per_s']:,.0f}",
+            }
+            if "later_turns_ms" in row:
+                cells["after the first turn, ms"] = f"{row['later_turns_ms']:.1f}"
+            if "engine_bytes" in row:
+                sizes = (row["cache_bytes"], row["engine_bytes"])
+                cells["cache, GB"] = " / ".join(f"{x / 1e9:.2f}" for x in sizes)
+            yield Line(cells)
+
+
+def phases(runs: Sequence[Run]) -> Iterator[Line]:
+    for run, row in measured(runs, "serving"):
+        case = row["case"]
+        if case.get("mix") == ROLLOUT and row["checked"]:
+            yield Line(
+                {
+                    "card": run.card,
+                    "slots": str(case["B"]),
+                    "gamma": case["gamma"],
+                    "drafts": row["name"],
+                    "tok/s": f"{row['tokens_per_s']:,.0f}",
+                    "half free": f"{row['half_free_s']:.2f}",
+                    "then": f"{row.get('tail_tokens_per_s', 0):,.0f}",
+                }
+            )
