@@ -1,6 +1,7 @@
 """The suite `rollouts`: its figures, its checks, and its rival's weights."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import jspec
-from bench.report import rollouts
+from bench.report import rollouts, systems
 from bench.report.runs import Run
 from bench.rivals import tunix
 from bench.rollouts import SUITE, grpo, prefill, weights
@@ -54,6 +55,19 @@ def test_a_group_is_prefilled_once_and_conversations_go_on(small_bundled):
     assert shared["prefilled"] < 80 + 3
     assert shared["cache_bytes"] == 4 * 256 * OF_BYTES.num_layers * 2 * 2 * 16 * 4
     assert shared["compilations"] == apart["compilations"] == 0
+
+
+def test_the_measured_call_finds_nothing_of_the_one_before(tiny):
+    engine = jspec.Engine(tiny, slots=2, capacity=96, draft=None, prefill_chunk=16)
+    params, prompt = prefill.params_of(2), [1 + i % 40 for i in range(80)]
+    asked, figures = prefill.measured(
+        engine, partial(prefill.answered, engine, [prompt, prompt], params)
+    )
+    # The second one's last token is computed again, for its first draw.
+    assert (figures["prefilled"], figures["prefilled_share"]) == (81, 81 / 160)
+    assert engine.stats.prompt_tokens == 2 * figures["prefilled"]
+    assert figures["tokens_per_s"] == pytest.approx(4 / figures["seconds"])
+    assert [len(x.request.tokens) for x in asked] == [2, 2]
 
 
 def test_users_send_their_turns_in_order(tiny):
@@ -130,6 +144,9 @@ def test_the_report_has_what_was_measured_on_a_gpu():
     assert "| H200 | m | 0.50 | 2.00 (1,500 GB/s) |" in tables["weights"]
     assert "| shared | 4,096 (6.2%) | 1.0 | 9 | 1.50 / 1.60 |" in tables["shared"]
     assert "| H200 | 32 | auto | ngram | 3 | 0.50 | 0 |" in tables["phases"]
+    served = {**phase, "case": {"mix": "rollout", "load": "full"}, "vs_plain": 2.0}
+    only = {**result, "rows": [served]}
+    assert not list(systems.served([Run("h200", "serving", "", only)]))  # it is in that table
     result["machine"]["device"] = "cpu"
     assert not any(rollouts.tables([Run("cpu", "rollouts", "", result)]).values())
 
