@@ -223,13 +223,13 @@ def hash_attention_cuda(
 
 
 def _attends_apart(rows: int, group: int) -> bool:
-    """Whether attention is a launch of its own: with fewer than four multiprocessors a row.
+    """Whether attention is a launch of its own: with fewer than six multiprocessors a row.
 
     Of groups of more than 2 query heads a multiprocessor runs one block that picks and attends at a
     time: it has few reads in flight, and waits for the others of its row. Blocks of gathered
     attention have many, and multiply on the matrix units.
     """
-    return group > 2 and 4 * rows > multiprocessors()
+    return group > 2 and 6 * rows > multiprocessors()
 
 
 def _supports(

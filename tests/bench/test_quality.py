@@ -242,16 +242,16 @@ def test_overlaps_are_means_over_layers_and_texts_by_gap(monkeypatch):
 
 
 def test_positions_are_compared_with_the_same_ones_of_other_passes(monkeypatch):
-    """By their likeliest tokens alone, which are the same but for near-ties in bfloat16."""
+    """By their likeliest tokens alone, in float32: rounding does not change these."""
 
     def likeliest(logits, factors):
         return jnp.stack([logits.argmax(-1)] * 2, axis=-1)
 
     monkeypatch.setattr(passes, "digest", likeliest)
+    monkeypatch.setattr(jspec, "load_model", lambda path, dtype: make_decoder(OF_BYTES))
     case = passes.PASSES.case("S=43,texts=8,B=4,exact=no")  # no multiple of the lengths
     for row in passes.PASSES.rows(case, Settings(only=("4", "vegas"))):
-        assert (row["compared"], row["checked"]) == (8 * 43, None)
-        assert row["differing"] <= 4
+        assert (row["compared"], row["differing"], row["checked"]) == (8 * 43, 0, None)
     with pytest.raises(ValueError, match=r"texts=5 must be a multiple of B=4"):
         passes.PASSES.case("texts=5,B=4")
 

@@ -92,13 +92,13 @@ def test_a_layer_equals_the_definition(case, processors, targets, calls, monkeyp
     [
         ({}, True),
         ({"heads": 2}, False),  # a group of two
-        ({"batch": 11}, False),  # four blocks a row
+        ({"batch": 11}, False),  # six multiprocessors a row
         ({"size": 256}, False),  # which the gathered kernel does not take
     ],
     ids=str,
 )
 def test_many_rows_with_groups_are_gathered(change, gathers, calls, monkeypatch):
-    monkeypatch.setattr(hashed, "multiprocessors", lambda: 44)
+    monkeypatch.setattr(hashed, "multiprocessors", lambda: 66)
     shape = {"batch": 12, "heads": 3, "size": 64} | change
     batch, heads, size = shape["batch"], shape["heads"], shape["size"]
     of = jax.ShapeDtypeStruct

@@ -280,9 +280,9 @@ __global__ void __launch_bounds__(kPicking, ROWS <= 2 ? 2 : 1)
                      reinterpret_cast<float*>(shared));
 }
 
-// The slots alone, of up to three rows a multiprocessor at once.
+// The slots alone.
 template <typename Score>
-__global__ void __launch_bounds__(kPicking, 3)
+__global__ void __launch_bounds__(kPicking, 2)
     pick_kernel(const __grid_constant__ Hash hash, const __grid_constant__ HashPlan plan,
                 const HashCut cut, uint32_t* memory) {
   extern __shared__ __align__(16) uint32_t shared[];
