@@ -73,14 +73,22 @@ def test_a_chain_says_which_matmul_no_kernel_takes():
     assert "; cuda: kernel (64, 4) does not have its columns in eights" in reason
 
 
-@pytest.mark.parametrize("table", [x for x in tuned.tables().values() if x.compute_capability])
-def test_matmuls_are_of_triton_whose_kernels_have_passed_on_a_gpu(table):
+@pytest.mark.parametrize(
+    ("gpu", "first"), [("NVIDIA H200", "cuda"), ("NVIDIA H100 80GB HBM3", "triton")]
+)
+def test_kernels_are_of_cuda_where_they_were_timed_and_of_triton_elsewhere(gpu, first):
+    table = tuned.nearest(gpu, (9, 0), list(tuned.tables().values()))
+    assert table is not None
     for inputs, outputs in ((4096, 24576), (576, 3072), (896, 9728)):
-        kernel = SHAPE((inputs, outputs), jnp.bfloat16)
-        order = table.order(
-            "exact_linear", EXACT_LINEAR.sizes(SHAPE((1, inputs), "bfloat16"), kernel)
+        sizes = EXACT_LINEAR.sizes(
+            SHAPE((1, inputs), jnp.bfloat16), SHAPE((inputs, outputs), jnp.bfloat16)
         )
+        order = table.order("exact_linear", sizes)
         assert order is not None
-        assert order[0] == "triton"
+        assert order[0] == first
+    q, k = SHAPE((1, 1, 9, 64), jnp.bfloat16), SHAPE((1, 8, 3, 64), jnp.bfloat16)
+    order = table.order("exact_attention", EXACT_ATTENTION.sizes(q, k))
+    assert order is not None
+    assert order[0] == first
     for operation in (EXACT_LINEAR, EXACT_ATTENTION, EXACT_SCORED):  # on a GPU without a table
         assert operation.default_order[0] == "triton"
