@@ -39,12 +39,12 @@ class Cell:
 
     @functools.cached_property
     def plain(self) -> Row | None:
-        """Plain decoding of the last run with all usual drafters, else of that with the most."""
+        """Plain decoding of the last run with ngram and vegas, else of that with most drafters."""
         by_run = {row["run"]: row for row in self._timed if row["name"] == PLAIN}
 
         def place(run: int) -> tuple[bool, int, int]:
             timed = {row["name"] for row in self._timed if row["run"] == run}
-            usual = timed.issuperset(FEW)
+            usual = timed.issuperset(("ngram", VEGAS))
             return usual, 0 if usual else len(timed.intersection(DRAFTERS)), run
 
         return by_run[max(by_run, key=place)] if by_run else None

@@ -169,14 +169,17 @@ def parts_us(row: Row | None, alone: Row | None) -> dict[str, float]:
 def imposed(runs: Sequence[Run]) -> Iterator[Line]:
     """Tokens a second of vegas and the fastest drafter of each case."""
     cards: set[str] = set()
+    run_of = {id(row): run for run in runs for row in run.rows}
     for place, of_place in steps(runs, "draft").items():
         rated = {name: row for name, row in of_place.items() if "tokens_per_s" in row}
-        plain = rated.pop(PLAIN, None)
+        rated.pop(PLAIN, None)
         rates = {name: row["tokens_per_s"] for name, row in rated.items()}
         fastest = max(rates, key=rates.__getitem__, default=PLAIN)
         for name, row in rated.items():
             if name in {"vegas", fastest}:
-                speed = None if plain is None else rates[name] / plain["tokens_per_s"]
+                beside = steps([run_of[id(row)]], "draft")[place]
+                plain = beside.get(PLAIN, {}).get("tokens_per_s")
+                speed = None if plain is None else rates[name] / plain
                 cells = {
                     "draft": name,
                     "gamma": str(row["case"]["gamma"]),
