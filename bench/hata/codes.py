@@ -63,7 +63,8 @@ def not_rotated(q: jax.Array, k: jax.Array) -> QKRope:
 def attention_setup(case: Case) -> Setup:
     """A layer of HATA between its projections: n of S slots are selected for each KV head.
 
-    The columns are not donated: each run copies them first, which the device clock leaves out.
+    The columns are not donated: each run copies them first. The device clock leaves a copy out, but
+    counts it where XLA makes it by a kernel.
     """
     case = {**case, "T": 1}
     q, k, w = small_integers(case)
@@ -77,7 +78,10 @@ def attention_setup(case: Case) -> Setup:
     )
     static = {"budget": case["n"], "sinks": 4, "recent": 16, "num_uncommitted": 1}
     static |= {"scale": case["H"] ** -0.5, "softcap": None}
-    out, lse, *exact = reference(HASH_ATTENTION, arguments, **static)
+    # In bfloat16 the reference would round queries times a scale that is no power of 2.
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == k.dtype else x, arguments)
+    out, lse, chosen, *columns, codes = reference(HASH_ATTENTION, wide, **static)
+    exact = (chosen, *(x.astype(k.dtype) for x in columns), codes)
     attended, selected = Check(out, lse), equals(exact)
     return Setup(
         arguments,
