@@ -401,7 +401,7 @@ def test_the_agreement_of_a_lossy_answer(tokens, expected):
         ("quality --hashes . --case op=read", "--hashes does not apply to quality, only to real"),
         ("quality --hashes . --model . --case op=trees", "--hashes does not apply to quality"),
         ("quality --model . --case op=read --case op=draft", "--model does not apply to quality"),
-        ("quality --model .", "--model does not apply to quality, only to real, defaults, op=read"),
+        ("quality --model .", "only to real, defaults, rollouts, op=read, op=trees, op=passes of"),
         ("quality --model nowhere --case S=2K", "--model nowhere does not exist"),
         ("real --model . --draft-model nowhere", "--draft-model nowhere does not exist"),
         ("real --model . --backend model", "--backend model drafts with a second model; name it"),
