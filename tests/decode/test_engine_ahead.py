@@ -363,7 +363,7 @@ def test_prompts_that_a_chunk_follows_are_timed_apart(sharp, monkeypatch):
             work.follow(lambda: dispatched(SimpleNamespace(is_ready=is_ready, ends=ends)))
         result = work.start(None, np.ones(1))[1]  # pyright: ignore[reportArgumentType]
         choice = SimpleNamespace(
-            observe=lambda *chunk: heard.append(chunk[1]), met=lambda counts: None
+            observe=lambda *chunk: heard.append(chunk[1]), add_rows=lambda counts: None
         )
         return dataclasses.replace(result, choice=choice)
 
