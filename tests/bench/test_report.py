@@ -9,7 +9,7 @@ import pytest
 from bench import report
 from bench.__main__ import SUITES
 from bench.decode.kernels import PARTS
-from bench.report import figures
+from bench.report import figures, steps
 from bench.report.runs import Run
 
 MACHINE = {
@@ -262,6 +262,16 @@ def test_iterations_are_shown_with_their_parts_and_imposed_tokens(tmp_path):
     assert step[:5] == ["Test", "step, b, B=4, S=8K", "20.00 ms", "5.00 ms", "4.00x"]
     assert "| 2.12x over plain decoding; imposed acceptance (the paper's) |" in text
     assert "| 5.00 ms | 4.00x over dense, 20.00 ms |" in text
+
+
+def test_imposed_tokens_are_compared_with_plain_decoding_of_their_own_run():
+    """Another run, which comes first, has a plain step that is twice as fast."""
+    rows = list(decode_rows())
+    (plain,) = (x for x in rows if (x["operation"], x["name"]) == ("draft", "plain"))
+    faster = plain | {"tokens_per_s": 2 * plain["tokens_per_s"]}
+    runs = [Run("test", "decode", "", {"machine": MACHINE, "rows": x}) for x in ([faster], rows)]
+    (line,) = steps.imposed(runs)
+    assert (line.cells["tok/s"], line.cells["vs plain"]) == ("850", "2.12x")
 
 
 def test_quality_is_shown_as_scores_lengths_and_flips(tmp_path):
