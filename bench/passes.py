@@ -1,14 +1,16 @@
 """Whether the logits of a position have the same bits in passes of every length.
 
-Texts are fed token by token, and then by passes of T tokens in another order of rows: position by
-position, the logits of both are compared bit for bit. Equal tokens alone would prove less, since
-the likeliest token is rarely close to the next one.
+Texts are fed token by token, and then by passes of T tokens in smaller batches, among other texts:
+position by position, the logits of both are compared bit for bit. Equal tokens alone would prove
+less, since the likeliest token is rarely close to the next one.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ import jspec
 from bench.cases import Case
 from bench.drafters import EXACT
 from bench.point import Row, row
-from bench.program import Absent, Source, compile_all, failure, shapes
+from bench.program import failure
 from bench.settings import Settings, bar
 from bench.suite import Benchmark
 from bench.texts import texts
@@ -32,13 +34,14 @@ from jspec.policies.collect import run_collecting
 from jspec.policies.dense import DENSE, DenseAttend
 from jspec.typing import Array
 
-# texts: of S tokens, B of them at a time.
-DEFAULT: Case = {"S": 2048, "texts": 96, "B": 96, "exact": "tokens"}
+# texts: of S tokens, B of them at a time in passes of one token, about B / T in passes of T.
+DEFAULT: Case = {"S": 512, "texts": 2048, "B": 1024, "exact": "tokens"}
 WIDTHS = range(2, 11)  # tokens of a pass
 COLLECTING = "vegas"  # passes of `COLLECTED` tokens that score all keys for Vegas
 COLLECTED = 6
 PLAIN = "1"  # passes of one token, with which others are compared
 NAMES = (*map(str, WIDTHS), COLLECTING)
+_LOWERING = threading.Lock()  # one program after the other, so that the first is ready early
 
 
 def complete(case: Case) -> Case:
@@ -59,73 +62,98 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
     except jspec.BackendError as error:
         yield row("passes", case, PLAIN, checked=None, reason=str(error))
         return
-    # A token of a model's own tokenizer may have more bytes than `texts` counts on.
-    longer = texts(tokenizer, range(case["texts"]), 2 * case["S"])
-    ids = np.array([text[: case["S"]] for text in longer], np.int32)
-    batches = ids.reshape(-1, case["B"], case["S"])
-    names = [name for name in NAMES if settings.wants(name)]
-    passes = {name: Passes(model, name, exact, *batches.shape[1:]) for name in (PLAIN, *names)}
-    programs = compile_all("passes", {name: each.source(model) for name, each in passes.items()})
-
-    def digests_of(name: str, batch: np.ndarray) -> np.ndarray:
-        program = programs[name]
-        if isinstance(program, Absent):
-            raise RuntimeError(program.reason)
-        return passes[name].of(program, model, batch)
-
-    expected = [digests_of(PLAIN, batch) for batch in batches]
-    orders = [np.random.default_rng(i).permutation(case["B"]) for i in range(len(batches))]
-    with bar("passes", len(names)) as advance:
-        for name in names:
+    names = [PLAIN, *(name for name in NAMES if settings.wants(name))]
+    passes = {name: Passes(name, exact, case) for name in names}
+    pool = ThreadPoolExecutor()
+    try:
+        programs = {name: pool.submit(passes[name].compiled, model) for name in names}
+        # A token of a model's own tokenizer may have more bytes than `texts` counts on.
+        longer = texts(tokenizer, range(case["texts"]), 2 * case["S"])
+        ids = np.array([text[: case["S"]] for text in longer], np.int32)
+        expected = None
+        for seed, name in enumerate(names):
+            order = np.random.default_rng(seed).permutation(len(ids))
             try:
-                differs = [
-                    (digests_of(name, batch[order]) != want[order]).any(axis=-1)
-                    for batch, order, want in zip(batches, orders, expected, strict=True)
-                ]
+                program = programs[name].result()
+                begin = time.perf_counter()
+                digests = passes[name].of(program, model, ids[order])
             except Exception as error:
                 reason = failure(name, error).reason
                 yield row("passes", case, name, checked=False, reason=reason)
+                if name == PLAIN:
+                    return
                 continue
-            differing = int(np.sum(differs))
-            figures = {"compared": ids.size, "differing": differing}
-            yield row("passes", case, name, checked=not differing if exact else None, **figures)
-            advance()
+            figures = {"batch": passes[name].batch, "seconds": time.perf_counter() - begin}
+            if expected is None:
+                expected = np.empty_like(digests)
+                expected[order] = digests
+                yield row("passes", case, name, checked=None, **figures)
+                continue
+            figures |= compared(digests, expected[order], order)
+            checked = not figures["differing"] if exact else None
+            yield row("passes", case, name, checked=checked, **figures)
+    finally:  # Ctrl-C does not wait for the compiler
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def compared(digests: np.ndarray, expected: np.ndarray, order: np.ndarray) -> Row:
+    """The positions compared, those that differ, and text and position of the first one.
+
+    ``digests``, ``expected``: ``[texts, S, 2]``, of the texts in ``order``.
+    """
+    differs = (digests != expected).any(axis=-1)
+    figures: Row = {"compared": differs.size, "differing": int(differs.sum())}
+    if figures["differing"]:
+        text, position = np.argwhere(differs)[0].tolist()
+        figures["first"] = [int(order[text]), position]
+    return figures
 
 
 class Passes:
-    """Passes of one length over texts ``[batch, size]``; ``name``: of `NAMES` or `PLAIN`."""
+    """Passes of one length over the texts of a case; ``name``: of `NAMES` or `PLAIN`.
 
-    def __init__(self, model: jspec.Decoder, name: str, exact: Exact | None, batch: int, size: int):
+    Attributes:
+        batch: texts at a time.
+    """
+
+    def __init__(self, name: str, exact: Exact | None, case: Case):
         collects = name == COLLECTING
         width = COLLECTED if collects else int(name)
         draft = jspec.named_draft(COLLECTING) if collects else jspec.NoDraft()
         self._config = jspec.StepConfig(width - 1 if collects else 0, draft, exact=exact)
-        count = -(-size // width)
+        self._name, self._size, count = name, case["S"], -(-case["S"] // width)
         positions = np.arange(count * width, dtype=np.int32).reshape(count, width)
-        self._positions = np.where(positions < size, positions, -1)
-        self._batch, self._size = batch, size
-        layouts = layouts_for(model, rounded_capacity(count * width), width, rings=not exact)
-        self._cache = functools.partial(
-            Cache.create, model.config.layers, layouts, batch, model.dtype
-        )
+        self._positions = np.where(positions < self._size, positions, -1)
+        limit = max(case["B"] // width, 1)
+        self.batch = max(n for n in range(1, limit + 1) if case["texts"] % n == 0)
 
-    def source(self, model: jspec.Decoder) -> Source:
-        ids = jax.ShapeDtypeStruct((self._batch, self._size), jnp.int32)
-        arguments = shapes(model), jax.eval_shape(self._cache), ids, shapes(self._positions)
-        return Source(functools.partial(digests, config=self._config), arguments)
+    def compiled(self, model: jspec.Decoder) -> jax.stages.Compiled:
+        """The program of a batch, for a thread of its own."""
+        ids = jax.ShapeDtypeStruct((self.batch, self._size), jnp.int32)
+        jitted = jax.jit(digests, static_argnames="config")
+        with _LOWERING:
+            lowered = jitted.lower(model, ids, self._positions, config=self._config)
+        return lowered.compile()
 
     def of(self, program: jax.stages.Compiled, model: jspec.Decoder, ids: np.ndarray) -> np.ndarray:
-        """Digests of the logits after each of ``ids [B, S]``, uint32 ``[B, S, 2]``."""
-        found = np.asarray(program(model, self._cache(), ids, self._positions))
-        return np.moveaxis(found, 0, 1).reshape(self._batch, -1, 2)[:, : self._size]
+        """Digests of the logits after each of ``ids [texts, S]``, uint32 ``[texts, S, 2]``."""
+        batches = ids.reshape(-1, self.batch, self._size)
+        parts = []
+        with bar(f"passes of {self._name}", len(batches)) as advance:
+            for batch in batches:
+                part = np.moveaxis(np.asarray(program(model, batch, self._positions)), 0, 1)
+                parts.append(part.reshape(self.batch, -1, 2)[:, : self._size])
+                advance()
+        return np.concatenate(parts)
 
 
-def digests(
-    model: jspec.Decoder, cache: Cache, ids: Array, positions: Array, config: jspec.StepConfig
-) -> Array:
+def digests(model: jspec.Decoder, ids: Array, positions: Array, config: jspec.StepConfig) -> Array:
     """The digests of passes at ``positions [passes, T]``, uint32 ``[passes, B, T, 2]``."""
     factors = jax.random.bits(jax.random.key(0), (2, model.config.vocab_size)) | 1
     policy = config.draft.collect_policy
+    width, capacity = positions.shape[1], rounded_capacity(positions.size)
+    layouts = layouts_for(model, capacity, width, rings=not config.exact)
+    empty = Cache.create(model.config.layers, layouts, len(ids), model.dtype)
 
     def one_pass(cache: Cache, at: Array) -> tuple[Cache, Array]:
         tokens = ids[:, at]
@@ -138,7 +166,7 @@ def digests(
             logits = model.logits(hidden)
         return cache, digest(logits, factors)
 
-    return jax.lax.scan(one_pass, cache, positions)[1]
+    return jax.lax.scan(one_pass, empty, positions)[1]
 
 
 def digest(logits: Array, factors: Array) -> Array:
@@ -155,9 +183,9 @@ PASSES = Benchmark(
     name="passes",
     default=DEFAULT,
     choices={"exact": tuple(EXACT)},
-    gpu=["texts=576"],
-    quick=["texts=96"],
-    cpu=["S=192,texts=2,B=2,exact=no", "S=512,texts=4,B=4,exact=no"],
+    gpu=["texts=2K"],
+    quick=["texts=256,B=256"],
+    cpu=["S=192,texts=2,B=2,exact=no", "S=512,texts=8,B=8,exact=no"],
     complete=complete,
     names=NAMES,
     rows=rows,

@@ -242,16 +242,28 @@ def test_overlaps_are_means_over_layers_and_texts_by_gap(monkeypatch):
 
 
 def test_positions_are_compared_with_the_same_ones_of_other_passes(monkeypatch):
-    """By their likeliest tokens alone, in float32: rounding does not change these."""
+    """By their likeliest tokens alone, in float32: rounding does not change these.
+
+    In passes of four tokens the second row's third token has other ones.
+    """
 
     def likeliest(logits, factors):
-        return jnp.stack([logits.argmax(-1)] * 2, axis=-1)
+        tokens = logits.argmax(-1)
+        tokens = tokens.at[1:, 2].add(1) if logits.shape[1] == 4 else tokens
+        return jnp.stack([tokens] * 2, axis=-1)
 
     monkeypatch.setattr(passes, "digest", likeliest)
     monkeypatch.setattr(jspec, "load_model", lambda path, dtype: make_decoder(OF_BYTES))
-    case = passes.PASSES.case("S=43,texts=8,B=4,exact=no")  # no multiple of the lengths
-    for row in passes.PASSES.rows(case, Settings(only=("4", "vegas"))):
-        assert (row["compared"], row["differing"], row["checked"]) == (8 * 43, 0, None)
+    case = passes.PASSES.case("S=43,texts=8,B=8,exact=no")  # no multiple of the lengths
+    plain, four, vegas = passes.PASSES.rows(case, Settings(only=("4", "vegas")))
+    assert [(row["name"], row["batch"]) for row in (plain, four, vegas)] == [
+        ("1", 8),
+        ("4", 2),
+        ("vegas", 1),
+    ]
+    assert (vegas["compared"], vegas["differing"], vegas["checked"]) == (8 * 43, 0, None)
+    assert four["differing"] == len(range(2, 43, 4)) * 8 // 2
+    assert four["first"][1] == 2
     with pytest.raises(ValueError, match=r"texts=5 must be a multiple of B=4"):
         passes.PASSES.case("texts=5,B=4")
 
