@@ -34,8 +34,9 @@ from jspec.policies.collect import run_collecting
 from jspec.policies.dense import DENSE, DenseAttend
 from jspec.typing import Array
 
-# texts: of S tokens, B of them at a time in passes of one token, about B / T in passes of T.
-DEFAULT: Case = {"S": 512, "texts": 2048, "B": 1024, "exact": "tokens"}
+# texts: of S tokens, B of them at a time in passes of one token; in passes of T the largest divisor
+# up to B / T, so these have many.
+DEFAULT: Case = {"S": 512, "texts": 2016, "B": 1008, "exact": "tokens"}
 WIDTHS = range(2, 11)  # tokens of a pass
 COLLECTING = "vegas"  # passes of `COLLECTED` tokens that score all keys for Vegas
 COLLECTED = 6
@@ -183,8 +184,8 @@ PASSES = Benchmark(
     name="passes",
     default=DEFAULT,
     choices={"exact": tuple(EXACT)},
-    gpu=["texts=2K"],
-    quick=["texts=256,B=256"],
+    gpu=["texts=2016"],
+    quick=["texts=252,B=252"],
     cpu=["S=192,texts=2,B=2,exact=no", "S=512,texts=8,B=8,exact=no"],
     complete=complete,
     names=NAMES,
