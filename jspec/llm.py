@@ -29,7 +29,7 @@ from jspec.decode.request import Request
 from jspec.decode.rows import power_of_two
 from jspec.decode.settings import check_draft, check_target
 from jspec.decode.state import Models
-from jspec.decode.weights import matched_arrays
+from jspec.decode.weights import WeightTypes
 from jspec.eval.sample import prepared
 from jspec.models.bundled import bundled_path
 from jspec.models.chat import ChatTemplate, Message, load_chat_template
@@ -151,6 +151,10 @@ class LLM:
     def _models(self) -> Models:
         return self._resolved.models
 
+    @functools.cached_property
+    def _weight_types(self) -> WeightTypes:
+        return WeightTypes(self._models.target)
+
     def update(self, weights: Any, *, on_update: OnUpdate = "keep", donate: bool = False) -> None:
         """Replace the weights of the model, as `Engine.update` does; nothing compiles.
 
@@ -167,19 +171,20 @@ class LLM:
             ValueError: ``weights`` do not fit the model.
         """
         check_on_update(on_update)
-        arrays = matched_arrays(self.model, weights)
+        types = self._weight_types
+        arrays = types.matched(weights, self._resolved.flat)
 
-        def update() -> tuple[Models, DecodeOptions]:
-            self._resolved = self._resolved.without_weights()
+        def update() -> tuple[ResolvedOptions, DecodeOptions]:
+            self._resolved, self.model = self._resolved.without_weights(types.blank), types.blank
             self._options = {**self._options, "draft_model": None, "policy_params": None}
-            self.model = self._models.target  # without arrays
-            models = self._resolved.updated(arrays, self._params_of, donate=donate)
-            self._resolved, self.model = self._resolved.with_models(models), models.target
-            self._options["draft_model"] = models.draft
-            self._options["policy_params"] = models.policy
-            return models, self._options
+            target = types.model_of(arrays, donate=donate)
+            self._resolved = self._resolved.updated(target, self._params_of)
+            self.model = self._models.target
+            self._options["draft_model"] = self._models.draft
+            self._options["policy_params"] = self._models.policy
+            return self._resolved, self._options
 
-        self._engines.update(update, on_update)
+        self._engines.update(update, on_update, types.blank)
 
     def generate(
         self,

@@ -194,7 +194,7 @@ def test_updated_weights_decode_and_compile_nothing(llm, monkeypatch):
         assert before() is None
         return array_like(x, like, donate=donate)
 
-    monkeypatch.setattr("jspec.decode.options.array_like", array_once)
+    monkeypatch.setattr("jspec.decode.weights.array_like", array_once)
     for on_update in ("keep", "recompute", "abort"):
         stream = other.stream([1], jspec.SamplingParams(max_new_tokens=40))
         next(stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Unpack, get_args
 
@@ -24,7 +25,7 @@ from jspec.decode.scheduler import Scheduler
 from jspec.decode.slot_prefill import SlotPrefill
 from jspec.decode.state import Models
 from jspec.decode.stats import Stats
-from jspec.decode.weights import matched_arrays, variables_of
+from jspec.decode.weights import VariableAndValue, WeightTypes, variables_of
 from jspec.sharding import bytes_on_device, put
 from jspec.typing import Array, Model
 
@@ -128,7 +129,9 @@ class Engine:
         check_request(resolved.models, [0], asking)  # a request may ask for as many
         self.logprobs, self.prompt_logprobs = asking.logprobs, asking.prompt_logprobs
         self.routed_experts = routed_experts
-        self._variables = variables_of(Models(model, options.get("draft_model")))
+        self._variables: Sequence[VariableAndValue] = variables_of(
+            (model, options.get("draft_model"))
+        )
         self._options = resolved
         self._runner = Runner(resolved, slots, on_compile, logprobs=self.logprobs)
         self._prefix_tokens = 0
@@ -345,8 +348,8 @@ class Engine:
 
         An array that has the dtype and the sharding of the engine's is taken as it is: nothing is
         copied, and a training step that donates it takes it from the engine, which then needs
-        another update before its next step. Any other is cast and moved one by one, after the
-        engine's earlier weights were dropped.
+        another update before its next step. Any other is cast and moved, after the engine's earlier
+        weights were dropped.
 
         Args:
             weights: A pytree of the model's own structure, an `nnx.State`, or a model.
@@ -366,11 +369,13 @@ class Engine:
         """
         self._check_open()
         check_on_update(on_update)
-        arrays = matched_arrays(self._options.models.target, weights)
+        types = self._weight_types
+        arrays = types.matched(weights, self._options.flat)
         with self._device_work():
-            self._begin_update(on_update)
+            self._begin_update(on_update, types.blank)
             params_of = None if policy_params is None else lambda model: policy_params
-            self._end_update(self._options.updated(arrays, params_of, donate=donate))
+            target = types.model_of(arrays, donate=donate)
+            self._end_update(self._options.updated(target, params_of))
         return self.version
 
     def release_cache(self) -> None:
@@ -415,8 +420,12 @@ class Engine:
         self._scheduler.restart()
         self._scheduler.resume(self._runner.preempt())
 
-    def _begin_update(self, on_update: OnUpdate) -> None:
-        """Drop the weights, and what was computed with them."""
+    @functools.cached_property
+    def _weight_types(self) -> WeightTypes:
+        return WeightTypes(self._options.models.target)
+
+    def _begin_update(self, on_update: OnUpdate, blank: Model) -> None:
+        """Drop the weights, and what was computed with them; the target is ``blank`` then."""
         if on_update == "abort":
             for request in self._runner.preempt():
                 request._end("aborted")
@@ -426,12 +435,12 @@ class Engine:
         if self._has_cache:
             self._scheduler.prefill.flush()
         self._variables = []
-        self._use(self._options.without_weights())
+        self._use(self._options.without_weights(blank))
 
-    def _end_update(self, models: Models) -> None:
-        """Go on with ``models``, which have new weights."""
-        self._use(self._options.with_models(models))
-        self._variables = variables_of(models)
+    def _end_update(self, options: ResolvedOptions) -> None:
+        """Go on with the models of ``options``, which have new weights."""
+        self._use(self._options.with_models_of(options))
+        self._variables = options.variables
         self._runner.chunks.version += 1
 
     def _use(self, options: ResolvedOptions) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt, asks_experts, logprobs_of, prompt_logprobs_of
 from jspec.decode.engine import Engine, OnUpdate
-from jspec.decode.options import DecodeOptions
+from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.processors import completed
 from jspec.decode.request import OnTokens, Request
 from jspec.decode.rows import power_of_two, stops_of
-from jspec.decode.state import Models
 from jspec.typing import Model
 
 LEAST_ROOM = 512  # positions of an engine
@@ -69,23 +68,27 @@ class EnginePool:
         return requests
 
     def update(
-        self, update: Callable[[], tuple[Models, DecodeOptions]], on_update: OnUpdate
+        self,
+        update: Callable[[], tuple[ResolvedOptions, DecodeOptions]],
+        on_update: OnUpdate,
+        blank: Model,
     ) -> None:
         """Replace the weights of all engines; ``on_update`` as in `Engine.update`.
 
         ``update()`` returns models with the new weights, and options with what was made of them. No
-        engine has the earlier ones when it is called; if it raises, all engines end.
+        engine has the earlier ones when it is called, but ``blank``, the model without arrays; if
+        it raises, all engines end.
         """
         with self._lock, contextlib.ExitStack() as stack:
             self.engines = {size: x for size, x in self.engines.items() if not x.is_closed}
             del self._model
             for engine in self.engines.values():
                 stack.enter_context(engine._device_work())
-                engine._begin_update(on_update)
-            models, self._options = update()
-            self._model = models.target
+                engine._begin_update(on_update, blank)
+            resolved, self._options = update()
+            self._model = resolved.models.target
             for engine in self.engines.values():
-                engine._end_update(models)
+                engine._end_update(resolved)
 
     def step(self, request: Request) -> None:
         """A step of the engine of a request, if it has not ended."""

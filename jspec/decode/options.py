@@ -19,7 +19,7 @@ from jspec.decode.on_mesh import mesh_model
 from jspec.decode.processors import LogitsProcessor, check_processors
 from jspec.decode.settings import EXACT_BACKENDS, StepConfig, check_draft
 from jspec.decode.state import Exact, FlatModels, Models
-from jspec.decode.weights import array_like, shape_of
+from jspec.decode.weights import NewTarget, VariableAndValue, variables_of
 from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
@@ -90,6 +90,8 @@ class ResolvedOptions:
         processors: As in `DecodeOptions`.
         makes_params: Whether the policy's parameters were made of the target, not passed.
         makes_draft: Whether the drafter made ``models.draft`` of the target.
+        variables: Of models with new weights, as `variables_of` returns them, but for those of
+            what the drafter made.
     """
 
     models: Models
@@ -102,6 +104,7 @@ class ResolvedOptions:
     processors: tuple[LogitsProcessor, ...]
     makes_params: bool
     makes_draft: bool
+    variables: Sequence[VariableAndValue] = ()
 
     @classmethod
     def of(cls, model: Model, options: DecodeOptions) -> ResolvedOptions:
@@ -140,7 +143,7 @@ class ResolvedOptions:
             check_exact(model, config.cache_policy, config.exact)
         if (on_mesh := mesh_model(model)) is not None:
             on_mesh.check(config)
-        models = _prepared(models, config, makes_params=makes_params)
+        models = _on_device(_prepared(models, config, makes_params=makes_params))
         traits = draft.traits
         if (models.draft is None) == (traits.needs_model or traits.makes_model):
             raise ValueError(
@@ -157,41 +160,44 @@ class ResolvedOptions:
         makes = makes_params, traits.makes_model and options.get("draft_model") is None
         return cls(models, flat, config, configs, sampled_gamma, steps, dtype, processors, *makes)
 
-    def without_weights(self) -> ResolvedOptions:
-        """The same without the arrays of the target and of what was made of it."""
-        target = jax.tree.map(shape_of, self.models.target)
-        models = self.models._replace(target=target)
+    def without_weights(self, blank: Model) -> ResolvedOptions:
+        """The same without the arrays of the target and of what was made of it.
+
+        ``blank``: the target without arrays, of `WeightTypes`.
+        """
+        models = self.models._replace(target=blank)
         if self.makes_draft:
             models = models._replace(draft=None)
         if self.makes_params:
             models = models._replace(policy=None)
-        return self.with_models(models)
+        empty = FlatModels((), ())
+        return dataclasses.replace(self, models=models, flat=empty, variables=())
 
-    def with_models(self, models: Models) -> ResolvedOptions:
-        """The same with ``models``, which differ in their arrays alone."""
-        return dataclasses.replace(self, models=models, flat=FlatModels.of(models))
+    def with_models_of(self, other: ResolvedOptions) -> ResolvedOptions:
+        """The same with the models of ``other``, which differ in their arrays alone."""
+        models = {"models": other.models, "flat": other.flat, "variables": other.variables}
+        return dataclasses.replace(self, **models)
 
     def updated(
-        self, arrays: list[Any], params_of: Callable[[Model], Any] | None, *, donate: bool
-    ) -> Models:
-        """The models with other weights of the target, and with what is made of them.
+        self, target: NewTarget, params_of: Callable[[Model], Any] | None
+    ) -> ResolvedOptions:
+        """The same with another ``target``, and with what is made of it.
 
         Call it on `without_weights`, so that no weight is in memory twice.
 
-        Args:
-            arrays: The new leaves of the target, by `matched_arrays`. The list is emptied.
-            params_of: Returns the policy's parameters for the new target; None leaves those that
-                the caller passed.
-            donate: As in `array_like`.
+        ``params_of`` returns the policy's parameters for the new target; None leaves those that the
+        caller passed.
         """
-        likes, structure = jax.tree.flatten(self.models.target)
-        arrays.reverse()
-        leaves = [array_like(arrays.pop(), like, donate=donate) for like in likes]
-        models = self.models._replace(target=jax.tree.unflatten(structure, leaves))
+        models = self.models._replace(target=target.model)
         if params_of is not None:
             models = models._replace(policy=params_of(models.target))
         makes_params = self.makes_params and params_of is None
-        return _prepared(models, self.config, makes_params=makes_params)
+        models = _prepared(models, self.config, makes_params=makes_params)
+        models = models._replace(draft=_on_device(models.draft), policy=_on_device(models.policy))
+        flat = FlatModels.of(models, (target.leaves, target.structure))
+        of_draft = [] if self.makes_draft else variables_of(models.draft)
+        variables = [*target.variables, *of_draft]
+        return dataclasses.replace(self, models=models, flat=flat, variables=variables)
 
     def configs_of(self, mode: SamplingMode) -> Mapping[int, StepConfig]:
         """The configs that a chunk of ``mode`` may take, by gamma."""
@@ -237,16 +243,16 @@ def usual_steps(draft: Drafter, gamma: Gamma) -> int:
 
 
 def _prepared(models: Models, config: StepConfig, *, makes_params: bool) -> Models:
-    """``models`` on the device, with what policy and drafter make of the target."""
+    """``models`` with what policy and drafter make of the target."""
     if makes_params:
         models = models._replace(policy=prepare_params(config.cache_policy, models.target))
     if (on_mesh := mesh_model(models.target)) is not None:
         models = on_mesh.placed(models)
-    return _on_device(config.draft.prepare(models))
+    return config.draft.prepare(models)
 
 
-def _on_device(models: Models) -> Models:
-    """``models`` with arrays of JAX for those of numpy, which each call would copy again."""
-    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(models)):
-        return models
-    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, models)
+def _on_device(tree: Any) -> Any:
+    """``tree`` with arrays of JAX for those of numpy, which each call would copy again."""
+    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, tree)

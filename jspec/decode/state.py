@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -53,24 +54,31 @@ class FlatModels:
     long to compute, and is set once it is known.
     """
 
-    def __init__(self, leaves: Sequence[Any], structure: Any) -> None:
-        self._leaves, self._structure = leaves, structure
+    def __init__(self, leaves: Sequence[Any], structures: tuple[Any, ...]) -> None:
+        self._leaves, self._structures = leaves, structures
         self.signature: Any = None
 
     @classmethod
-    def of(cls, models: Models) -> FlatModels:
-        return cls(*jax.tree.flatten(models))
+    def of(cls, models: Models, target: tuple[list[Any], Any] | None = None) -> FlatModels:
+        """``models``; ``target``: leaves and structure of theirs, where the caller has these."""
+        target = jax.tree.flatten(models.target) if target is None else target
+        parts = [target, *map(jax.tree.flatten, models[1:])]
+        leaves = [leaf for leaves, _ in parts for leaf in leaves]
+        return cls(leaves, tuple(structure for _, structure in parts))
 
     @property
     def whole(self) -> Models:
-        return jax.tree.unflatten(self._structure, self._leaves)
+        left = iter(self._leaves)
+        return Models(
+            *(x.unflatten(itertools.islice(left, x.num_leaves)) for x in self._structures)
+        )
 
     def tree_flatten(self) -> tuple[Sequence[Any], Any]:
-        return self._leaves, self._structure
+        return self._leaves, self._structures
 
     @classmethod
-    def tree_unflatten(cls, structure: Any, leaves: Sequence[Any]) -> FlatModels:
-        return cls(leaves, structure)
+    def tree_unflatten(cls, structures: Any, leaves: Sequence[Any]) -> FlatModels:
+        return cls(leaves, structures)
 
 
 def vocabulary_axes(model: Model) -> Axes | None:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import math
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,13 @@ from flax import nnx
 
 from jspec import helix
 from jspec.config import SamplingParams
-from jspec.decode import chunks, options
+from jspec.decode import chunks
+from jspec.decode import weights as weights_module
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
 from jspec.decode.processors import completed
-from jspec.decode.weights import array_like, matched_arrays
+from jspec.decode.state import FlatModels, Models
+from jspec.decode.weights import WeightTypes, array_like, name_of
 from tests.conftest import ONE_LAYER, make_decoder
 from tests.decode.common import prompts
 from tests.decode.conftest import COMPILED
@@ -172,6 +175,7 @@ def test_a_prompt_in_prefill_begins_again(models, expected, engine):
 
 def test_weights_of_another_structure_are_refused_and_nothing_changes(models, expected, engine):
     state = nnx.to_pure_dict(nnx.state(models[1]))
+    engine.update(nnx.to_pure_dict(nnx.state(models[0])))  # of the same structure
     other = {**state, "embedding": state["embedding"][:-1]}
     with pytest.raises(ValueError, match=r"weight 'embedding' is float32\[40, 32\], and that of"):
         engine.update(other)
@@ -183,18 +187,49 @@ def test_weights_of_another_structure_are_refused_and_nothing_changes(models, ex
         engine.update({**state, "embedding": state["embedding"].astype(jnp.int32)})
     with pytest.raises(ValueError, match="on_update='drop' must be one of keep, recompute, abort"):
         engine.update(state, on_update="drop")  # pyright: ignore[reportArgumentType]
-    assert engine.version == 0
+    assert engine.version == 1
     assert served(engine) == expected[0]
 
 
 def test_a_variable_that_is_no_parameter_may_be_missing():
     class Scaled(nnx.Module):
         def __init__(self):
-            self.weight, self.count = nnx.Param(jnp.ones(2)), nnx.Variable(jnp.zeros(1))
+            self.weight, self.counts = nnx.Param(jnp.ones(2)), nnx.Variable(jnp.zeros(1))
+            self.bias = nnx.Param(jnp.ones(3))
 
-    model = Scaled()
-    arrays = matched_arrays(model, nnx.state(model, nnx.Param))  # pyright: ignore[reportArgumentType]
-    assert [x.shape for x in arrays] == [(1,), (2,)]
+    model: Any = Scaled()
+    types, current = WeightTypes(model), FlatModels.of(Models(model))
+    for scale in (2.0, 3.0):
+        new = jax.tree.map(lambda x, scale=scale: scale * x, nnx.state(model, nnx.Param))
+        arrays = types.matched(new, current)
+        for x, expected in zip(arrays, ([scale] * 3, [0.0], [scale] * 2), strict=True):
+            np.testing.assert_array_equal(x, expected)
+
+
+def test_weights_are_named_once_for_each_structure(models, engine, monkeypatch):
+    """Naming those of 30 layers takes milliseconds: later updates only compare structures."""
+    states = [nnx.state(model) for model in models]
+    dicts = [nnx.to_pure_dict(state) for state in states]
+    engine.update(states[0])
+    named = []
+    monkeypatch.setattr(weights_module, "name_of", lambda path: named.append(path) or name_of(path))
+    engine.update(states[1])
+    assert not named
+    engine.update(dicts[2])
+    count = len(named)
+    engine.update(dicts[1])
+    assert len(named) == count == len(jax.tree.leaves(states[0]))
+
+
+def test_a_model_with_updated_weights_is_watched(models, engine):
+    """As the one that the engine was made with: what changes it in place changes no engine."""
+    engine.update(models[1])
+    assert engine.is_current
+    nnx.update(engine.model, jax.tree.map(jnp.copy, nnx.state(models[2])))
+    with pytest.raises(RuntimeError, match=r"weights of the model were replaced.*to Engine.update"):
+        engine.submit(*REQUESTS[0])
+    engine.update(engine.model)
+    assert engine.is_current
 
 
 def test_weights_that_a_training_step_took_are_refused_until_the_next_update(models, expected):
@@ -213,12 +248,29 @@ def test_weights_that_a_training_step_took_are_refused_until_the_next_update(mod
 def test_weights_that_must_be_cast_are_freed_if_they_may_be(models):
     engine = engine_of(jax.tree.map(lambda x: x.astype(jnp.bfloat16), models[0]), "none")
     weights = jax.tree.map(jnp.copy, nnx.state(models[1]))
-    engine.update(weights)
-    engine.update(weights, donate=True)
-    assert all(x.is_deleted() for x in jax.tree.leaves(weights))
-    target = engine.model
     cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), models[1])
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(target), nnx.state(cast))
+    for donate in (False, True):
+        engine.update(models[0])
+        engine.update(weights, donate=donate)
+        assert all(x.is_deleted() == donate for x in jax.tree.leaves(weights))
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(engine.model), nnx.state(cast))
+
+
+def test_weights_are_cast_by_one_program(models, monkeypatch):
+    """Those in another dtype alone, on the device; a call for each takes the host long."""
+    engine = engine_of(jax.tree.map(lambda x: x.astype(jnp.bfloat16), models[0]), "none")
+    numbers = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(models[1])))
+    mixed = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(models[1])))
+    mixed["embedding"] = mixed["embedding"].astype(jnp.bfloat16)
+    mixed["norm"] = numbers["norm"]
+    calls, cast = [], weights_module._cast
+    monkeypatch.setattr(weights_module, "_cast", lambda *args: calls.append(args) or cast(*args))
+    engine.update(mixed)
+    ((arrays, dtypes),) = calls
+    count = len(jax.tree.leaves(mixed)) - 2
+    assert [len(arrays), *dtypes] == [count, *[jnp.bfloat16] * count]
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(models[1]))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(engine.model), expected)
 
 
 @pytest.mark.exhaustive
@@ -249,7 +301,7 @@ def test_no_weight_is_in_memory_twice(models, monkeypatch):
         assert not any(one() is not None for one in earlier)
         return array_like(x, like, donate=donate)
 
-    monkeypatch.setattr(options, "array_like", checked)
+    monkeypatch.setattr(weights_module, "array_like", checked)
     engine.update(numbers[2])
 
 
