@@ -49,7 +49,7 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
 
     def updated(weights: Any) -> Any:
         engine.update(weights)
-        return nnx.state(engine.model)
+        return engine.model
 
     for name in (COPY, TAKEN, CAST):
         if not settings.wants(name):
