@@ -55,7 +55,8 @@ SUITES: dict[str, Suite] = {
 }
 READ = quality.READING.name
 # Other operations of the suite `quality` that take a model.
-BY_MODEL = (quality.TREES.name, quality.PASSES.name)
+BY_MODEL = (quality.TREES.name, quality.PASSES.name, quality.FLIPS.name)
+WITH_HASHES = (READ, quality.FLIPS.name)
 OF_QUALITY = f"op={READ}, {', '.join(f'op={name}' for name in BY_MODEL)} of quality"
 ALONE = (real.SUITE.name, counters.SUITE.name)  # needs a model, needs ncu
 # What is no suite.
@@ -141,10 +142,11 @@ def _model(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> Path |
             if value:
                 parser.error(f"{option} does not apply to {asked.suite}, only to {real.SUITE.name}")
         operations = set(map(_operation, asked.case)) if asked.suite == quality.SUITE.name else {""}
-        if asked.hashes and (operations != {READ} or asked.model is None):
+        by_hashes = bool(operations) and operations <= {*WITH_HASHES}
+        if asked.hashes and (not by_hashes or asked.model is None):
             parser.error(
                 f"--hashes does not apply to {asked.suite}, only to {real.SUITE.name} and, with "
-                "--model, to op=read of quality"
+                f"--model, to {' and '.join(f'op={name}' for name in WITH_HASHES)} of quality"
             )
         of_quality = bool(operations) and operations <= {READ, *BY_MODEL}
         always = defaults.SUITE.name, rollouts.SUITE.name
@@ -235,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hashes",
         metavar="DIR",
         type=Path,
-        help="real, op=read of quality: hashes of the model by jspec train-hash",
+        help="real, op=read, op=flips of quality: hashes of the model by jspec train-hash",
     )
     return parser
 

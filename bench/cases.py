@@ -41,7 +41,7 @@ def parse(
 
 def _value(
     key: str, value: str, default: Any, choices: Mapping[str, tuple[str, ...]]
-) -> int | float | str:
+) -> int | float | str | tuple[int, ...]:
     if key in choices:
         if value not in choices[key]:
             raise ValueError(f"{key}={value} must be one of {', '.join(choices[key])}")
@@ -54,6 +54,10 @@ def _value(
         if not re.fullmatch(r"0(\.\d+)?|1(\.0+)?", value):
             raise ValueError(f"{key}={value} must be a share from 0 to 1, such as 0.9")
         return float(value)
+    if isinstance(default, tuple):
+        if not re.fullmatch(r"[1-9]\d*(/[1-9]\d*)*", value):
+            raise ValueError(f"{key}={value} must be whole numbers of 1 or more, such as 32/8")
+        return tuple(map(int, value.split("/")))
     if not re.fullmatch(r"[1-9]\d*K?", value):
         raise ValueError(f"{key}={value} must be a whole number of 1 or more, such as 8 or 32K")
     return int(value.removesuffix("K")) * (1024 if value.endswith("K") else 1)

@@ -6,8 +6,9 @@ verification commits, by drafter, and how answers differ from those of plain dec
 ``op=needle``: facts found by their place in the text. ``op=overlap``: the keys that a token and one
 after it both select. ``op=rejected``: how likely rejected draft tokens were (`bench.rejected`).
 ``op=trees``: tokens that drafts with branches would commit (`bench.trees`). ``op=passes``:
-positions whose logits depend on the length of a pass (`bench.passes`). Rows do not depend on
-the machine, but for rounding in bfloat16.
+positions whose logits depend on the length of a pass (`bench.passes`). ``op=flips``: rows that
+drafters decode otherwise than plain decoding does (`bench.flips`). Rows do not depend on the
+machine, but for rounding in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jspec
 from bench import cases, ceilings
 from bench.cases import Case
 from bench.drafters import EXACT, PLAIN, SAMPLING, Drafting, drafts
+from bench.flips import FLIPS
 from bench.passes import PASSES
 from bench.point import Row, row
 from bench.policies import scored_bytes
@@ -326,8 +328,8 @@ SUITE = dataclasses.replace(
         "quality",
         "RULER by policy and budget, also of another model (--model); of the bundled one needles, "
         "accepted lengths and rejected tokens by drafter, what neighbouring tokens select, "
-        "drafts with branches, and logits by passes of every length",
-        *(READING, NEEDLES, DRAFTING, REJECTED, OVERLAPPING, TREES, PASSES),
+        "drafts with branches, logits by passes of every length, and flips by drafter and batch",
+        *(READING, NEEDLES, DRAFTING, REJECTED, OVERLAPPING, TREES, PASSES, FLIPS),
     ),
     custom_clocks=True,
 )

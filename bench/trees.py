@@ -22,13 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import jspec
-from bench import texts as bundled_texts
 from bench.cases import Case, product
 from bench.drafters import RATIO, SAMPLING, params_of
 from bench.point import Row, row
-from bench.real import texts as real_texts
 from bench.settings import Settings, bar
 from bench.suite import Benchmark
+from bench.texts import model_and_prompts
 from jspec.cache import Cache
 from jspec.decode.draft.lookup import agreement, continuations
 from jspec.decode.prefill import start_decoding
@@ -369,15 +368,7 @@ def answers_of(
     path: Path | None, size: int, count: int, batch: int, new: int, sampling: str
 ) -> tuple[jspec.Decoder, list[list[int]], list[list[int]]]:
     """The model, prompts of ``size`` tokens and plain answers."""
-    if path is None:
-        model, tokenizer = jspec.load_bundled()
-        prompts = bundled_texts.texts(tokenizer, range(count), size)
-    else:
-        model, tokenizer = jspec.load_model(path), jspec.load_tokenizer(path)
-        template = jspec.load_chat_template(path)
-        if template is None:
-            raise ValueError(f"{path} has no chat template; the texts ask questions in one")
-        prompts = [x.tokens for x in real_texts.prompts(tokenizer, template, count, size)]
+    model, _, prompts = model_and_prompts(path, count, size)
     answers = []
     params = params_of(sampling, new, count)
     with bar("answers", count) as advance:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jspec
@@ -87,6 +89,16 @@ class Cell:
         self._plain: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         self.prefill_s, self.prefilled = self._prefill()
 
+    def batched(self, rows: Sequence[int], batch: int) -> Cell:
+        """A cell of these prompts, ``batch`` at a time, with copies of their prefills."""
+        whole = jax.tree.map(lambda *x: jnp.concatenate(x), *self.prefilled)
+        prompts, cell = self.prompts, copy.copy(self)
+        parts = [rows[i : i + batch] for i in range(0, len(rows), batch)]
+        cell.batch, cell.batches = batch, [[prompts[row] for row in part] for part in parts]
+        cell.prefilled = [_rows_of(whole, np.array(part)) for part in parts]
+        cell._step_times, cell._choices, cell._plain = {}, {}, {}
+        return cell
+
     @property
     def prompts(self) -> list[list[int]]:
         return [row for rows in self.batches for row in rows]
@@ -112,7 +124,20 @@ class Cell:
         return time.perf_counter() - begin - run.compile_s, states
 
     def compile(self, programs: Sequence[tuple[Drafting, str]]) -> None:
-        """Compile the steps of these drafters and samplings, several at a time.
+        """Compile the steps of these drafters and samplings, several at a time."""
+        pool = ThreadPoolExecutor(WORKERS)
+        try:
+            futures = self.compiling(pool, programs)
+            with bar("compile", len(futures)) as advance:
+                for _ in as_completed(futures):
+                    advance()
+        finally:  # Ctrl-C does not wait for the compiler
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def compiling(
+        self, pool: Executor, programs: Sequence[tuple[Drafting, str]]
+    ) -> list[Future[None]]:
+        """Begin to compile the steps of these drafters and samplings in ``pool``.
 
         A program that fails to compile fails again, with its reason, where it is measured.
         """
@@ -129,16 +154,11 @@ class Cell:
 
             return compiled
 
-        pool, futures = ThreadPoolExecutor(WORKERS), []
-        try:
-            for pair in programs:
-                with contextlib.suppress(Exception):
-                    futures.append(pool.submit(task(*pair)))
-            with bar("compile", len(futures)) as advance:
-                for _ in as_completed(futures):
-                    advance()
-        finally:  # Ctrl-C does not wait for the compiler
-            pool.shutdown(wait=False, cancel_futures=True)
+        futures = []
+        for pair in programs:
+            with contextlib.suppress(Exception):
+                futures.append(pool.submit(task(*pair)))
+        return futures
 
     def row(self, drafting: Drafting, sampling: str, new: int) -> Row:
         """The figures of one drafter with one sampling and length of answers, checked.
@@ -184,6 +204,25 @@ class Cell:
             )
         return result
 
+    def generate(
+        self, drafting: Drafting, params: list[jspec.SamplingParams], index: int
+    ) -> jspec.Generation:
+        """The answers of a batch by a drafter, from its prefill."""
+        config, models = drafting.config, self._models(drafting)
+        return jspec.generate(
+            self.model,
+            self.batches[index],
+            params,
+            draft=config.draft,
+            gamma=config.gamma,
+            target=config.target,
+            draft_model=models.draft,
+            policy_params=models.policy,
+            backends=config.backends,
+            exact=config.exact,
+            prefilled=self.prefilled[index],
+        )
+
     def check_greedy(self, answers: check.Answers, new: int, *, exact: bool = False) -> Row:
         """Whether answers are those of plain decoding, which must have been measured before."""
         return check.greedy(self._score, answers, self._plain["greedy", new], exact=exact)
@@ -198,7 +237,7 @@ class Cell:
         runs = []
         for _ in range(REPEATS if len(self.batches) == 1 and new <= LONG else 1):
             parts_of = [
-                self._generate(drafting, params_of(sampling, new, len(rows)), index)
+                self.generate(drafting, params_of(sampling, new, len(rows)), index)
                 for index, rows in enumerate(self.batches)
             ]
             runs.append(parts_of)
@@ -211,24 +250,6 @@ class Cell:
             accepted_at=[at.accepted for at in stats.acceptance_by_position],
             decode_s=[sum(part.stats.decode_s for part in run) for run in runs],
             switch_s=sum(part.stats.prefill_s for part in last),
-        )
-
-    def _generate(
-        self, drafting: Drafting, params: list[jspec.SamplingParams], index: int
-    ) -> jspec.Generation:
-        config, models = drafting.config, self._models(drafting)
-        return jspec.generate(
-            self.model,
-            self.batches[index],
-            params,
-            draft=config.draft,
-            gamma=config.gamma,
-            target=config.target,
-            draft_model=models.draft,
-            policy_params=models.policy,
-            backends=config.backends,
-            exact=config.exact,
-            prefilled=self.prefilled[index],
         )
 
     def _models(self, drafting: Drafting) -> Models:
@@ -334,3 +355,8 @@ class Cell:
         about = kernels.figures(launched, program.as_text(), steps, step_ns)
         sums = {part: sum(kinds.values()) for part, kinds in about["parts_ns"].items()}
         return about | {"parts_ns": sums}
+
+
+@jax.jit
+def _rows_of(state: DecodeState, rows: jax.Array) -> DecodeState:
+    return jax.tree.map(lambda x: x[rows], state)

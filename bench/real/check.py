@@ -39,7 +39,7 @@ def greedy(scorer: Scorer, answers: Answers, plain: Answers, *, exact: bool) -> 
     differing = [
         (row, at)
         for row, pair in enumerate(zip(answers, plain, strict=True))
-        if (at := _first_difference(*pair)) is not None
+        if (at := first_difference(*pair)) is not None
     ]
     ends = dict(differing)
     result = {
@@ -64,7 +64,7 @@ def agreement(scorer: Scorer, answers: Answers, plain: Answers) -> dict[str, Any
     rows. ``log_probability``: of a token of the first `ROWS` answers by the model that reads all,
     in nats, and ``plain_log_probability`` that of plain decoding's own.
     """
-    differences = [_first_difference(*pair) for pair in zip(answers, plain, strict=True)]
+    differences = [first_difference(*pair) for pair in zip(answers, plain, strict=True)]
     shares = [
         1.0 if at is None else at / len(text) for at, text in zip(differences, plain, strict=True)
     ]
@@ -100,7 +100,7 @@ def sampled(scorer: Scorer, answers: Answers, params: jspec.SamplingParams) -> d
     }
 
 
-def _first_difference(row: Sequence[int], other: Sequence[int]) -> int | None:
+def first_difference(row: Sequence[int], other: Sequence[int]) -> int | None:
     """The first position where two answers differ; None where they are equal."""
     pairs = zip(row, other, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)

@@ -129,7 +129,10 @@ class ResolvedOptions:
             options.get("target", Dense()),
             options.get("rule", "token"),
         )
-        exact = options["exact"] if "exact" in options else usual_exact(model, config)
+        if "exact" in options:
+            exact = options["exact"]
+        else:
+            exact = usual_exact(model, config, DEFAULT_EXACT)
         config = dataclasses.replace(config, exact=exact)
         if gamma == "auto" and isinstance(draft, NoDraft):
             raise ValueError(
@@ -217,9 +220,8 @@ def usual_gamma(draft: Drafter) -> tuple[int | Literal["auto"], int | None]:
     return "auto", None if draft.traits.one_hot else draft.traits.default_gamma
 
 
-def usual_exact(model: Model, config: StepConfig) -> Exact | None:
-    """The level of exactness where the caller names none; ``config`` has the other options."""
-    level = DEFAULT_EXACT
+def usual_exact(model: Model, config: StepConfig, level: Exact | None) -> Exact | None:
+    """``level`` where a request can be served so, else None; ``config`` has the other options."""
     if level is None or config.is_lossy or config.draft.traits.branches:
         return None
     is_named = not set(config.backends).isdisjoint(EXACT_BACKENDS[level])

@@ -134,6 +134,7 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
         ("select", "scores=float64", "scores=float64 must be one of"),
         ("select", "op=hash_select,R=48", "R=48 must be one of 32, 64, 128, 256"),
         ("hata", "n=32K", "n=32768 must be below S=32768"),
+        ("quality", "op=flips,B=8/0", "B=8/0 must be whole numbers of 1 or more, such as 32/8"),
     ],
 )
 def test_a_case_that_makes_no_sense_is_refused_before_anything_runs(

@@ -153,7 +153,7 @@ def test_scores_of_answers_against_the_sampling_law(cell, sampling):
 def test_sampled_answers_pass_at_their_temperature_alone(cell):
     plain = Drafting.of(PLAIN, 3)
     params = [dataclasses.replace(p, ignore_eos=True) for p in params_of("t0.8", 400, 2)]
-    answers = [row for index in (0, 1) for row in cell._generate(plain, params, index).tokens]
+    answers = [row for index in (0, 1) for row in cell.generate(plain, params, index).tokens]
     right = check.sampled(cell._score, answers, jspec.SamplingParams(temperature=0.8))
     assert right["checked"], right
     assert abs(right["deviations"]) < 3
@@ -399,9 +399,13 @@ def test_the_agreement_of_a_lossy_answer(tokens, expected):
         ("real --model . --backend hata", "--backend hata needs trained hashes of the model"),
         ("verify --hashes .", "--hashes does not apply to verify"),
         ("quality --hashes . --case op=read", "--hashes does not apply to quality, only to real"),
+        ("quality --hashes . --case op=flips", "with --model, to op=read and op=flips of quality"),
         ("quality --hashes . --model . --case op=trees", "--hashes does not apply to quality"),
         ("quality --model . --case op=read --case op=draft", "--model does not apply to quality"),
-        ("quality --model .", "only to real, defaults, rollouts, op=read, op=trees, op=passes of"),
+        (
+            "quality --model .",
+            "only to real, defaults, rollouts, op=read, op=trees, op=passes, ",
+        ),
         ("quality --model nowhere --case S=2K", "--model nowhere does not exist"),
         ("real --model . --draft-model nowhere", "--draft-model nowhere does not exist"),
         ("real --model . --backend model", "--backend model drafts with a second model; name it"),
