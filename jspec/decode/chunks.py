@@ -23,12 +23,9 @@ from jspec.decode.step import decode_chunk, sync_drafter
 from jspec.processes import steps_are_limited
 from jspec.typing import Array
 
-# About the seconds that a GPU waits for the host between two chunks of a small model, where the
-# next one starts once the last one is read.
+# About the seconds that a GPU waits for the host between two chunks, where the next one starts once
+# the last one is read: of a small model with one row, and until they are known.
 HOST_SECONDS = 0.002
-# Seconds of a chunk below which the next one starts earlier. Where chunks are longer, the host
-# takes a small share of the time, and a chunk that is not needed costs more than it saves.
-SHORT = 10 * HOST_SECONDS
 SYNC_TOKENS = 64  # tokens per pass of a drafter with a model that is synced after plain steps
 LATELY = 16  # chunks over which the share of rows that end is averaged
 
@@ -99,7 +96,10 @@ class Chunks:
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
         self.paces = np.zeros(count, np.int32)
-        self._ending = 0.0  # share of rows that ended in each of the last chunks
+        # The share of rows that ended in each of the last chunks: one by one, at first.
+        self._ending = 1 / LATELY
+        self._host_s = 0.0  # from the end of a chunk to the start of another, of late
+        self._ended_at: float | None = None  # when a chunk was finished, until another one starts
         self._plain_steps = 0  # since the drafter last drafted
         self.is_shared = is_shared(options.models.target)
         self.running: list[Chunk] = []
@@ -114,20 +114,24 @@ class Chunks:
     def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
         """Whether the next chunk is to start before the running one is finished.
 
-        Only where chunks are short and some row will need the next one, at its pace. A row that
-        ends in the running chunk idles through the next: where other requests are ``waiting`` for
-        rows, that may not cost more than waiting for the host does. How many rows end is estimated
-        from ``left [B]``, the most tokens that each row commits from the running chunk on, and from
-        how many did lately, as at stop tokens. Never where processes share a model, as they would
-        have to agree, nor where the time of steps is limited, as each program is waited for.
+        Where it saves more than it costs: the time that the device would wait for the host against
+        that of a chunk in which rows idle. How many rows end in the running chunk is estimated from
+        ``left [B]``, the most tokens that each row commits from the running chunk on, and from how
+        many did lately, as at stop tokens. Where other requests are ``waiting`` for rows, each row
+        that ends costs its share of a chunk; else only a chunk that no row needs costs anything, as
+        what is submitted next waits for it. Never where processes share a model, as they would have
+        to agree, nor where the time of steps is limited, as each program is waited for.
         """
-        if self.is_shared or steps_are_limited() or self.last_s >= SHORT:
+        if self.is_shared or steps_are_limited():
             return False
         goes_on = left > self.paces
         if not goes_on.any():
             return False
-        ending = max(self._ending, np.mean((left > 0) & ~goes_on))
-        return not waiting or bool(ending * self.last_s < HOST_SECONDS)
+        if waiting:
+            wasted = max(self._ending, np.mean((left > 0) & ~goes_on))
+        else:
+            wasted = self._ending ** int(goes_on.sum())
+        return bool(wasted * self.last_s < self._host_seconds())
 
     @contextlib.contextmanager
     def clock_prefill(self) -> Iterator[None]:
@@ -189,6 +193,7 @@ class Chunks:
         prompts, self._prompts = self._prompts, None
         begin = self._now()
         state, record = self._chunk(state, config)
+        self._watch_host()
         chunk = Chunk(record, config.gamma, choice, begin, self.programs.compile_s, prompts)
         chunk.version = self.version
         self.running.append(chunk)
@@ -210,6 +215,8 @@ class Chunks:
         self._learn(
             chunk, record, seconds / self.options.steps if is_measured and is_alone else None
         )
+        # Where all rows have ended, the next chunk waits for its caller.
+        self._ended_at = None if record.done[-1].all() else self._finished
         return record
 
     def _finish_prompts(self, prompts: Prompts) -> None:
@@ -252,9 +259,21 @@ class Chunks:
         if tokens.any():
             # A row that was idle is taken to be fast.
             self.paces = np.where(tokens > 0, tokens, tokens.max())
-        ended = record.done[-1] & (tokens > 0)
-        ended[list(filled)] = False
-        self._ending += (float(np.mean(ended)) - self._ending) / LATELY
+        is_seen = tokens > 0
+        is_seen[list(filled)] = False
+        if is_seen.any():
+            self._ending += (float(np.mean(record.done[-1][is_seen])) - self._ending) / LATELY
+
+    def _host_seconds(self) -> float:
+        """What the host takes between two chunks."""
+        return max(self._host_s, HOST_SECONDS)
+
+    def _watch_host(self) -> None:
+        """Update what the host takes between chunks; a caller who is away counts as one chunk."""
+        if self._ended_at is not None:
+            seconds = min(self._now() - self._ended_at, self.last_s)
+            self._host_s += (seconds - self._host_s) / LATELY
+            self._ended_at = None
 
     def _now(self) -> float:
         """Seconds by a clock that stops while a program is compiled."""

@@ -42,12 +42,12 @@ def engine(sharp) -> Engine:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Makes a `Watched` of all that follows, where chunks below so many seconds are short.
+    """Makes a `Watched` of all that follows, where the host takes so many seconds for a chunk.
 
     The caller is never away for longer than a chunk takes, however slow the machine is.
     """
     monkeypatch.setattr(Chunks, "resume", lambda self, chunk: None)
-    return lambda short, idle=None: watched(monkeypatch, short, idle)
+    return lambda host: watched(monkeypatch, host)
 
 
 # --- when ----------------------------------------------------------------------------------------
@@ -57,7 +57,12 @@ def watch(monkeypatch):
     ("left", "last_s", "waiting", "expected"),
     [
         ([9, 0, 0, 0], 0.001, False, True),
-        ([9, 0, 0, 0], 10 * HOST_SECONDS, False, False),  # a long one
+        ([9, 0, 0, 0], 15 * HOST_SECONDS, False, True),  # one row in 16 ends in each chunk
+        ([9, 0, 0, 0], 17 * HOST_SECONDS, False, False),
+        ([9, 4, 0, 0], 17 * HOST_SECONDS, False, True),  # one of them will need it
+        ([9, 4, 0, 0], 255 * HOST_SECONDS, False, True),
+        ([9, 4, 0, 0], 257 * HOST_SECONDS, False, False),
+        ([9, 4, 9, 2], 65536 * HOST_SECONDS, False, False),
         ([8, 0, 0, 0], 0.001, False, False),  # nobody is left for it
         ([8, 3, 0, 1], 0.001, False, False),
         ([8, 4, 0, 0], 0.001, False, True),  # by the second row's own pace
@@ -98,6 +103,28 @@ def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
     assert work.paces.tolist() == [2, 1, 2, 1]
 
 
+def test_where_the_host_is_slow_a_longer_chunk_is_worth_it(sharp, monkeypatch):
+    """Every other row ends in each chunk, and a chunk takes a second."""
+    work, now = Chunks(options_of(sharp), 2), [0.0]
+    monkeypatch.setattr(chunks.time, "perf_counter", lambda: now[0])
+    record = StepRecord.of(np.zeros(2, int), np.array([True, False]), np.array([[0, 1]] * 2))
+    record = jax.tree.map(lambda x: x[None], record)
+
+    def looks_ahead(count, host):
+        for _ in range(count):
+            begin = now[0]
+            now[0] += 1
+            work.finish(Chunk(record, 0, None, begin, 0.0))
+            now[0] += host
+            work._watch_host()
+        return work.looks_ahead(np.array([9, 0]))
+
+    assert not looks_ahead(40, 0.2)
+    assert not looks_ahead(1, 100)  # the caller was away
+    assert looks_ahead(40, 0.7)
+    assert not looks_ahead(40, 0.2)
+
+
 def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone):
     """The first one says how long chunks are, and none is wasted."""
     observed = watch(math.inf)
@@ -112,10 +139,17 @@ def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone)
 
 
 @pytest.mark.parametrize("waiting", [None, 3, 40])
-def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch):
+def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch, monkeypatch):
     """One of two rows ends in the fifth chunk, in any case, which is not followed before it is
     read where a prompt waits for the slot that is not whole by then."""
-    observed = watch(math.inf, idle=1e-9)
+    observed, finish = watch(0.1), Chunks.finish
+
+    def finished(self, chunk):
+        record = finish(self, chunk)
+        self.last_s = 1.0
+        return record
+
+    monkeypatch.setattr(Chunks, "finish", finished)
     sizes = {"slots": 2, "capacity": 80, "prefill_chunk": 4, "steps_per_chunk": 4}
     engine = Engine(sharp, draft=None, **sizes)
     first, _ = (engine.submit(TEXTS[2], params) for params in (NEW, LONG))

@@ -10,7 +10,7 @@ import pytest
 
 from jspec import helix
 from jspec.cache import StripedLayout
-from jspec.decode import chunks, prefill
+from jspec.decode import prefill
 from jspec.decode.engine import Engine
 from tests.conftest import TINY, make_decoder
 from tests.decode.conftest import COMPILED
@@ -27,6 +27,7 @@ from tests.decode.engines import (
     work,
 )
 from tests.decode.text_laws import PROMPT, SAMPLED, SOURCES, enumerated, second, seeded, target
+from tests.decode.watching import host_takes
 from tests.ops.laws import check_counts
 
 pytestmark = pytest.mark.slow
@@ -36,8 +37,7 @@ LONG = 8192  # most tokens of a request
 @pytest.fixture(autouse=True)
 def looks_ahead(monkeypatch):
     """Wherever it may, whatever chunks take and whoever idles."""
-    monkeypatch.setattr(chunks, "SHORT", math.inf)
-    monkeypatch.setattr(chunks, "HOST_SECONDS", math.inf)
+    host_takes(monkeypatch, math.inf)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

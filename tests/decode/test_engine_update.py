@@ -4,7 +4,6 @@ for.
 
 import dataclasses
 import gc
-import math
 import weakref
 from typing import Any
 
@@ -16,7 +15,6 @@ from flax import nnx
 
 from jspec import helix
 from jspec.config import SamplingParams
-from jspec.decode import chunks
 from jspec.decode import weights as weights_module
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
@@ -54,9 +52,8 @@ def engine(models) -> Engine:
 
 
 @pytest.fixture
-def running(ahead, monkeypatch):
+def running(ahead):
     """A chunk runs ahead whenever the caller comes back."""
-    monkeypatch.setattr(chunks, "HOST_SECONDS", math.inf)
     return ahead
 
 

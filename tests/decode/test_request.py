@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 
 from jspec.config import SamplingParams
-from jspec.decode import chunks
 from jspec.decode.chunks import Chunks
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
 from tests.decode.common import prompts
+from tests.decode.watching import host_takes
 
 NEW = SamplingParams(max_new_tokens=20)
 TEXTS = prompts((9, 3, 1, 14, 5))
@@ -217,7 +217,7 @@ def test_a_request_may_be_cancelled_while_its_prompt_compiles(sharp, alone):
 
 
 def test_what_was_dropped_counts_nowhere(engine, submit, monkeypatch):
-    monkeypatch.setattr(chunks, "SHORT", 0)  # or the next chunk runs by then
+    host_takes(monkeypatch, 0)  # or the next chunk runs by then
     before = engine.stats
     submit(0, on_tokens=lambda tokens: 1)
     submit(1)
@@ -251,8 +251,7 @@ def test_an_exception_leaves_every_handle_its_tokens(
 ):
     """``ahead``: while a chunk is at work, which is lost."""
     lengths = [4, 0, 0, 0, 0] if ahead else [8, 4, 0, 0, 0]
-    monkeypatch.setattr(chunks, "SHORT", math.inf if ahead else 0)
-    monkeypatch.setattr(chunks, "HOST_SECONDS", math.inf)  # or a slow machine waits for slots
+    host_takes(monkeypatch, math.inf if ahead else 0)
     engine, start, calls = make(sharp), Chunks.start, []
 
     def interrupted(self, state, left):

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-from jspec.decode import chunks
 from jspec.decode.chunks import Chunks
 from jspec.decode.state import StepRecord
 
@@ -30,11 +29,8 @@ class Watched:
         return list(itertools.accumulate({"start": 1, "finish": -1}[call] for call in self.calls))
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, short: float, idle: float | None = None) -> Watched:
-    """What is started and read from now on, where chunks below ``short`` seconds are short.
-
-    ``idle``: seconds that idle rows may cost, None for as many.
-    """
+def watched(monkeypatch: pytest.MonkeyPatch, host: float) -> Watched:
+    """What is started and read from now on, where the host takes ``host`` seconds for a chunk."""
     observed = Watched()
 
     def started(self, state, left):
@@ -46,8 +42,12 @@ def watched(monkeypatch: pytest.MonkeyPatch, short: float, idle: float | None = 
         observed.records.append(FINISH(self, chunk))
         return observed.records[-1]
 
-    monkeypatch.setattr(chunks, "SHORT", short)
-    monkeypatch.setattr(chunks, "HOST_SECONDS", short if idle is None else idle)
+    host_takes(monkeypatch, host)
     monkeypatch.setattr(Chunks, "start", started)
     monkeypatch.setattr(Chunks, "finish", finished)
     return observed
+
+
+def host_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The host takes ``seconds`` for a chunk from now on, however long it takes."""
+    monkeypatch.setattr(Chunks, "_host_seconds", lambda self: seconds)
