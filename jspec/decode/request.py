@@ -53,7 +53,8 @@ class Request:
         self._tokens: list[int] = []
         self._versions: list[int] = []  # of the weights that made each token
         self._version = 0  # of the weights that make its next tokens
-        # What it asked for of the tokens of each chunk: log-probabilities and experts.
+        # What it asked for of the tokens of each chunk, those after its last one included:
+        # log-probabilities and experts.
         self._scores: list[tuple[Any, Any]] = []
         self._new_scores: Any = None  # the same of the chunk that is read
         # Of its prompt, as `Row` has it, until its first tokens; None before its prefill.
@@ -87,7 +88,8 @@ class Request:
         count = self.params.logprobs
         if count is None:
             return None
-        return Logprobs.joined([logprobs for logprobs, _ in self._scores], count)
+        whole = Logprobs.joined([logprobs for logprobs, _ in self._scores], count)
+        return jax.tree.map(lambda x: x[: len(self._tokens)], whole)
 
     @property
     def prompt_logprobs(self) -> TokenScores | None:
@@ -107,7 +109,8 @@ class Request:
         of_prompt = self._of_prompt().routed_experts
         if of_prompt is None:
             return None
-        return np.concatenate([of_prompt, *(experts for _, experts in self._scores)])
+        whole = np.concatenate([of_prompt, *(experts for _, experts in self._scores)])
+        return whole[: len(of_prompt) + len(self._tokens)]
 
     def _of_prompt(self) -> PromptRecord:
         """What it asked for of its prompt, off the device; nothing before it is prefilled."""
@@ -204,7 +207,7 @@ class Request:
         self._tokens.extend(new)
         self._versions.extend([self._version] * len(new))
         if new and self._new_scores is not None:
-            self._scores.append(jax.tree.map(lambda x: x[: len(new)], self._new_scores))
+            self._scores.append(self._new_scores)
 
     def _end(self, why: str) -> None:
         # A request may outlive the engine: it must not hold it, nor what its callback holds.

@@ -343,18 +343,9 @@ class Runner:
     def _pass_on(self, live: dict[int, Request], record: StepRecord) -> None:
         """Give each live request its new tokens, up to where its callback ends it."""
         done = record.done[-1]
-        blocks = {slot: record.tokens[:, slot] for slot in live}
-        for slot, request in live.items():
-            asked = (
-                None if request.params.logprobs is None else record.logprobs,
-                record.routed_experts if request.params.routed_experts else None,
-            )
-            if jax.tree.leaves(asked):
-                is_token = blocks[slot] >= 0
-                request._new_scores = jax.tree.map(
-                    lambda x, slot=slot, is_token=is_token: x[:, slot][is_token], asked
-                )
-        new_tokens = {slot: tuple(block[block >= 0].tolist()) for slot, block in blocks.items()}
+        by_slot = np.swapaxes(record.tokens, 0, 1)
+        new_tokens = {slot: tuple(x[x >= 0].tolist()) for slot, x in enumerate(by_slot)}
+        self._pass_on_scores(live, record)
         answers: Iterable[int | None] = (
             self._ask(request, new_tokens[slot]) for slot, request in live.items()
         )
@@ -364,6 +355,31 @@ class Runner:
         for (slot, request), keep_count in zip(live.items(), answers, strict=True):
             if request.finished is None:
                 request._take(new_tokens[slot], keep_count, is_last=bool(done[slot]))
+
+    def _pass_on_scores(self, live: dict[int, Request], record: StepRecord) -> None:
+        """Give each live request what it asked for of its new tokens."""
+        asking = {
+            slot: (x.params.logprobs is not None, x.params.routed_experts)
+            for slot, x in live.items()
+        }
+        if not any(map(any, asking.values())):
+            return
+        is_token = np.swapaxes(record.tokens, 0, 1) >= 0
+        ends = [0, *np.cumsum(is_token.sum(axis=(1, 2))).tolist()]
+
+        def slots_of(x: np.ndarray) -> list[np.ndarray]:
+            tokens = np.swapaxes(x, 0, 1)[is_token]
+            return [tokens[begin:end] for begin, end in itertools.pairwise(ends)]
+
+        both = record.logprobs, record.routed_experts
+        leaves, trees = zip(*map(jax.tree.flatten, both), strict=True)
+        pieces = [list(zip(*map(slots_of, x), strict=True)) for x in leaves]
+        for slot, asked in asking.items():
+            if any(asked):
+                live[slot]._new_scores = tuple(
+                    tree.unflatten(piece[slot]) if is_asked and piece else None
+                    for is_asked, tree, piece in zip(asked, trees, pieces, strict=True)
+                )
 
     def _ask(self, request: Request, new: tuple[int, ...]) -> int | None:
         """As `Request._ask`; in an engine, what the callback raises is the request's ``error``."""
