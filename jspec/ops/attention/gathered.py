@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.attention.dense import check_heads, values_in
+from jspec.ops.attention.dense import IN_BLOCKS, check_heads, values_in
 from jspec.ops.attention.softmax import accumulate, empty_sums, finish, grouped
 from jspec.ops.cached import FLOAT8
 from jspec.typing import Array
@@ -163,6 +163,40 @@ def _xla(
     return finish(sums, tokens, q.dtype)
 
 
+def _all_slots(
+    q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
+) -> tuple[Array, Array]:
+    """`jspec.ops.attention` of one token a row: the selection is all slots that the row fills."""
+    del key_positions, window, table  # None: `_refuses_all_slots`
+    batch, slots = k.shape[:2]
+    return GATHERED(
+        q,
+        k,
+        v,
+        positions,
+        jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots)),
+        jnp.zeros((batch, 0), jnp.int32),
+        jnp.zeros(batch, jnp.int32),
+        counts=jnp.clip(positions[:, 0] + 1, 0, slots),
+        log_weights=None,
+        scale=scale,
+        softcap=softcap,
+        value_size=value_size,
+    )
+
+
+def _refuses_all_slots(
+    q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
+) -> str | None:
+    """Why `_all_slots` cannot take these arguments, or None."""
+    del k, v, positions, scale, softcap, value_size
+    if q.shape[1] > 1:
+        return f"T={q.shape[1]} tokens would read different slots"
+    if key_positions is not None or window is not None:
+        return f"window={window} or key_positions leave slots out"
+    return None if table is None else IN_BLOCKS
+
+
 def gathered_sizes(
     q: Array, k: Array, v, positions, selected: Array, *args, **kwargs
 ) -> dict[str, int]:
@@ -236,3 +270,5 @@ GATHERED = Operation(
     gathered_sizes,
     _cases,
 )
+# Of `jspec.ops.attention`: for short rows, whose kernels take longer to begin than to read.
+ALL_SLOTS = Backend("gathered", _all_slots, _refuses_all_slots, composite=True)
