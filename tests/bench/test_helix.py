@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jspec
+from bench import clocks
 from bench.decode import running
 from bench.helix import LAYER, MESSAGE, STEP, check, mesh, messages, shapes, states, steps
 from bench.helix.check import Computed
@@ -27,6 +28,7 @@ SMALL = "shape=tiny,B=2,S=64,gamma=2"
 def short(monkeypatch):
     """Compiling loops takes longer than what is looked at here."""
     monkeypatch.setattr(mesh, "marginal", lambda *args: [1000])
+    monkeypatch.setattr(clocks, "UNROLL", 1)
     monkeypatch.setattr(states, "STEPS", 4)
     monkeypatch.setattr(running, "CPU_REPEATS", 1)
     check._reference.cache_clear()
@@ -74,7 +76,7 @@ def test_latent_attention_on_a_mesh_is_checked_and_timed(how):
 
 def test_an_exchange_that_is_wrong_is_told(monkeypatch):
     monkeypatch.setattr(exchange, "merge_attention", lambda outs, lses: (outs[0], lses[0]))
-    (row,) = rows(LAYER, "S=64,heads=4/2,H=16,kvp=4")
+    (row,) = rows(LAYER, "B=2,S=64,heads=4/2,H=16,kvp=2")
     assert (row["checked"], row["reason"]) == (False, "its output is wrong")
 
 
