@@ -17,6 +17,7 @@ from jspec.ops.vocabulary import Axes, Vocabulary
 from jspec.typing import Array, Model
 
 CHUNK = 64  # tokens a row whose logits are in memory at once
+FUSED_HALVINGS = 3  # of a sum: XLA fuses no number into a kernel that it would compute 16 times
 
 if TYPE_CHECKING:
     from jspec.decode.state import DecodeState
@@ -101,11 +102,27 @@ def token_scores(logits: Array, tokens: Array, count: int, axes: Axes | None) ->
     """
     vocabulary = Vocabulary(logits.shape[-1], axes)
     highest = vocabulary.max(logits.max(axis=-1))
-    total = vocabulary.sum(_sum_by_halves(jnp.exp(logits - highest[..., None])))
-    log_total = jnp.log(total)
+    (total,) = vocabulary.sum(_sums_by_halves(jnp.exp(logits - highest[..., None])))
+    chosen = vocabulary.of_tokens(logits, tokens)
+    return _scores(vocabulary, logits, chosen, count, highest, jnp.log(total))
+
+
+def _scores(
+    vocabulary: Vocabulary,
+    logits: Array,
+    chosen: Array,
+    count: int,
+    highest: Array,
+    log_total: Array,
+) -> TokenScores:
+    """Of tokens with the logits ``chosen [B, T]``, and of the likeliest of ``logits [B, T, V]``.
+
+    ``highest``, ``log_total [B, T]``: the largest logit, and the logarithm of the sum of
+    ``exp(logits - highest)``.
+    """
     top, top_tokens = vocabulary.top(logits, count)
-    chosen = vocabulary.of_tokens(logits, tokens) - highest - log_total
-    return TokenScores(chosen, top_tokens, top - highest[..., None] - log_total[..., None])
+    top = top - highest[..., None] - log_total[..., None]
+    return TokenScores(chosen - highest - log_total, top_tokens, top)
 
 
 def scores_of_hidden(
@@ -145,33 +162,62 @@ def verified_logprobs(
     """
     count = state.logprobs
     assert count is not None
-    tokens = jnp.maximum(tokens, 0)
-    model = token_scores(logits.astype(jnp.float32), tokens, count, axes)
+    tokens, logits = jnp.maximum(tokens, 0), logits.astype(jnp.float32)
     vocabulary, settings = Vocabulary(processed.shape[-1], axes), settings_of(state.sampling)
-    processed = cleaned(processed)
-    passes = processed > -jnp.inf
-    if state.mode == "filtered":
-        passes &= processed >= smallest_kept(processed, settings, vocabulary)[..., None]
     is_token = vocabulary.ids[None, None] == tokens[..., None]
-    is_empty = vocabulary.sum(passes.sum(axis=-1, dtype=jnp.int32)) == 0
-    is_certain = (settings.rate[:, None] == 0) | is_empty
-    passes = jnp.where(is_certain[..., None], is_token, passes)
-    # Differences, as the product of a large logit and a small temperature's rate overflows.
-    below = processed - vocabulary.max(processed.max(axis=-1))[..., None]
-    powers = below * (settings.rate * np.float32(np.log(2)))[:, None, None]
-    powers = jnp.where(is_certain[..., None], jnp.zeros_like(powers), powers)
-    sampling = token_scores(jnp.where(passes, powers, -jnp.inf), tokens, count, axes)
-    return Logprobs(model, sampling, vocabulary.sum(passes.sum(axis=-1, dtype=jnp.int32)))
+    if state.mode == "greedy":
+        model, zeros = token_scores(logits, tokens, count, axes), jnp.zeros(tokens.shape)
+        certain = jnp.where(is_token, zeros[..., None], -jnp.inf)
+        sampling = _scores(vocabulary, certain, zeros, count, zeros, zeros)
+        return Logprobs(model, sampling, jnp.ones_like(tokens))
+    processed = cleaned(processed)
+    least = jnp.full(tokens.shape, -jnp.inf)
+    if state.mode == "filtered":
+        least = smallest_kept(processed, settings, vocabulary)
+    highest = vocabulary.max(logits.max(axis=-1))
+    highest_processed = vocabulary.max(processed.max(axis=-1))
+    passes = (processed > -jnp.inf) & (processed >= least[..., None])
+    passing_counts = vocabulary.sum(passes.sum(axis=-1, dtype=jnp.int32))
+    is_certain = (settings.rate[:, None] == 0) | (passing_counts == 0)
+
+    def powers_of(x: Array, is_token: Any) -> Array:
+        """Of processed logits ``x [B, T, n]``, the largest of which is 0; -inf without a share."""
+        # Differences, as the product of a large logit and a small temperature's rate overflows.
+        below = x - highest_processed[..., None]
+        powers = below * (settings.rate * np.float32(np.log(2)))[:, None, None]
+        passes = (x > -jnp.inf) & (x >= least[..., None])
+        powers = jnp.where(passes, powers, -jnp.inf)
+        return jnp.where(is_certain[..., None], jnp.where(is_token, 0.0, -jnp.inf), powers)
+
+    powers = powers_of(processed, is_token)
+    sums = _sums_by_halves(jnp.exp(logits - highest[..., None]), jnp.exp(powers))
+    of_model, of_sampling = jnp.log(vocabulary.sum(sums))
+    chosen = vocabulary.of_tokens(logits, tokens)
+    model = _scores(vocabulary, logits, chosen, count, highest, of_model)
+    chosen = powers_of(vocabulary.of_tokens(processed, tokens)[..., None], True)[..., 0]
+    sampling = _scores(vocabulary, powers, chosen, count, jnp.zeros_like(highest), of_sampling)
+    return Logprobs(model, sampling, jnp.where(is_certain, 1, passing_counts))
 
 
-def _sum_by_halves(x: Array) -> Array:
-    """The sum over the last axis. Its order, unlike that of a reduction, is that of its size alone.
+def _sums_by_halves(*terms: Array) -> Array:
+    """The sum of each of ``terms [..., V]`` over the last axis, stacked.
 
-    So the bits of a row do not depend on its batch. The barriers keep the halves apart: fused, each
-    number of the last one would compute all those before it.
+    Its order, unlike that of a reduction, is that of its size alone, so that the bits of a row do
+    not depend on its batch. The barriers keep every few halvings apart: fused, each number of the
+    last one would compute all those before it.
     """
-    while x.shape[-1] > 1:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
-        first, second = jnp.split(x, 2, axis=-1)
-        x = lax.optimization_barrier(first + second)
-    return x[..., 0]
+    sums = jnp.stack([_halved(x) for x in terms])
+    while sums.shape[-1] > 1:
+        sums = _halved(lax.optimization_barrier(sums))
+    return sums[..., 0]
+
+
+def _halved(x: Array) -> Array:
+    """``x [..., V]`` after a few halvings: each adds the second half of the last axis to the first
+    one."""
+    for _ in range(FUSED_HALVINGS):
+        if x.shape[-1] > 1:
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
+            first, second = jnp.split(x, 2, axis=-1)
+            x = first + second
+    return x

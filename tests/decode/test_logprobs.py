@@ -1,6 +1,9 @@
 """Log-probabilities from verification passes, against passes without a cache."""
 
 import dataclasses
+import math
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +14,9 @@ from flax import nnx
 
 import jspec
 from jspec import helix
-from jspec.decode.logprobs import token_scores
+from jspec.config import SamplingMode
+from jspec.decode.checks import MODES, sampling_of
+from jspec.decode.logprobs import token_scores, verified_logprobs
 from jspec.decode.score import score_top_tokens
 from tests.decode.common import NGRAM, STREAMING, full_logits, prompts
 from tests.decode.engines import VEGAS
@@ -241,6 +246,41 @@ def test_their_bits_do_not_depend_on_the_batch():
         one = scores(*one, 4, None)
         for ours, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(whole), strict=True):
             np.testing.assert_array_equal(ours[0, 0], theirs[row, place])
+
+
+def settings_of_steps(mode: SamplingMode, count: int, rows: int) -> Any:
+    """What `verified_logprobs` takes of the state of greedy rows."""
+    sampling = sampling_of([jspec.SamplingParams(seed=0)] * rows)
+    return SimpleNamespace(mode=mode, logprobs=count, sampling=sampling)
+
+
+def test_greedy_rows_are_scored_alike_in_every_mode():
+    """Steps of greedy rows alone sum no second distribution."""
+    logits = 9 * np.random.default_rng(0).standard_normal((2, 3, 60)).astype(np.float32)
+    processed = np.where(np.arange(60) % 3, logits, -np.inf)
+    tokens = processed.argmax(axis=-1).astype(np.int32)
+    greedy, *others = (
+        jax.jit(partial(verified_logprobs, settings_of_steps(mode, 3, 2), axes=None))(
+            logits, processed, tokens
+        )
+        for mode in MODES
+    )
+    assert not greedy.sampling.logprobs.any()
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, greedy, other)
+
+
+def test_a_step_reads_the_vocabulary_few_times():
+    """By the bytes that XLA counts, and in few kernels; single halvings read it 11 times."""
+    logits = jax.ShapeDtypeStruct((8, 1, 4096), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((8, 1), jnp.int32)
+    for mode in ("greedy", "sampled"):
+        settings = settings_of_steps(mode, 0, 8)
+        score = jax.jit(partial(verified_logprobs, settings, axes=None))
+        lowered = score.lower(logits, logits, tokens)
+        assert lowered.as_text().count("optimization_barrier") <= 4
+        cost: Any = lowered.compile().cost_analysis()
+        assert cost["bytes accessed"] < 7 * 4 * math.prod(logits.shape)
 
 
 def test_a_law_of_one_token_has_no_nan(tiny):
