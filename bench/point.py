@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.clocks import DeviceClock, wall
-from bench.program import Absent, Program, failure
+from bench.program import Absent, Program, failure, unavailable
 from bench.settings import Settings
 
 Row = dict[str, Any]
@@ -23,6 +24,25 @@ def row(
     ``checked``: True or False, None if not checked, or a description of what was checked.
     """
     return {"operation": operation, "case": dict(case), "name": name, "checked": checked} | rest
+
+
+def row_without(operation: str, case: Mapping[str, Any], absent: Absent) -> Row:
+    """The row of what was not measured, with the reason; it counts as wrong where it failed."""
+    checked = False if absent.failed else None
+    return row(operation, case, absent.name, checked=checked, reason=absent.reason)
+
+
+def attempt(operation: str, case: Mapping[str, Any], name: str, measured: Callable[[], Row]) -> Row:
+    """The row that ``measured`` returns, or one with the reason why there is none.
+
+    What it made is freed, before the next one takes its memory.
+    """
+    try:
+        return measured()
+    except Exception as error:
+        return row_without(operation, case, unavailable(name, error))
+    finally:
+        gc.collect()
 
 
 def measure(
@@ -79,13 +99,11 @@ def measure(
 def _checked(operation: str, case: Mapping[str, Any], program: Program | Absent) -> Program | Row:
     """The program if its outputs are right, else a row with the reason."""
     if isinstance(program, Absent):
-        checked = False if program.failed else None
-        return row(operation, case, program.name, checked=checked, reason=program.reason)
+        return row_without(operation, case, program)
     try:
         is_right = program.check(program.wait(program.start()))
     except Exception as error:
-        reason = failure(program.name, error).reason
-        return row(operation, case, program.name, checked=False, reason=reason)
+        return row_without(operation, case, failure(program.name, error))
     reason = "its output is wrong"
     return program if is_right else row(operation, case, program.name, checked=False, reason=reason)
 

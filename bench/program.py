@@ -101,6 +101,13 @@ def failure(key: Any, error: Exception) -> Absent:
     return Absent(str(name), f"failed: {type(error).__name__}: {first[:200]}", failed=True)
 
 
+def unavailable(name: str, error: Exception) -> Absent:
+    """The `Absent` of a rival that raised: one of its packages is not installed, or it failed."""
+    if isinstance(error, ModuleNotFoundError):
+        return Absent(name, f"{error.name} is not installed")
+    return failure(name, error)
+
+
 def shapes(arguments: Any) -> Any:
     """The shapes and dtypes of a tree of arrays, for lowering."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)

@@ -29,7 +29,7 @@ from bench.decode.iterations import Iteration
 from bench.decode.shapes import drawn
 from bench.decode.states import NoisyDraft, NoisyPadding
 from bench.drafters import ALL, BACKENDS, EXACT, STEP_SAMPLING, drafts, preferring
-from bench.point import Row, row, spread
+from bench.point import Row, row, row_without, spread
 from bench.policies import NAMES, arrays_of, policies
 from bench.program import Absent
 from bench.rivals import torch_pass
@@ -119,8 +119,7 @@ def rival_row(operation: str, case: Case, model: Decoder, limits: Ceilings) -> R
     case = case | {"layers": model.config.num_layers}
     measured = torch_pass.measured(model, case["B"], case["S"], case["T"])
     if isinstance(measured, Absent):
-        checked = False if measured.failed else None
-        return row(operation, case, torch_pass.NAME, checked=checked, reason=measured.reason)
+        return row_without(operation, case, measured)
     config = pass_config(case, PLAIN)
     of_parts = floors.of_iteration(Models(model), case["B"], case["S"], config, limits)
     over = {"over_floor": statistics.median(measured["step_ns"]) / sum(of_parts.values())}

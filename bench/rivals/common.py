@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.program import Absent, Program, failure
+from bench.program import Absent, Program, unavailable
 from bench.settings import Settings
 
 Check = Callable[[Any], bool]
@@ -27,10 +27,8 @@ def each(makers: Mapping[str, Maker], settings: Settings) -> list[Program | Abse
             continue
         try:
             programs.append(maker(name))
-        except ModuleNotFoundError as error:
-            programs.append(Absent(name, f"{error.name} is not installed"))
         except Exception as error:
-            programs.append(failure(name, error))
+            programs.append(unavailable(name, error))
     return programs
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.program import Absent, failure
+from bench.program import Absent, unavailable
 from bench.rivals.common import module
 from bench.rivals.torch_step import Start, Step, fastest, seconds
 from jspec.decode.state import DecodeState
@@ -161,11 +161,10 @@ def _run(name: str, decode: Callable[[], Decoded | Absent]) -> Decoded | Absent:
         torch = module("torch")
         with triton_cache(), torch.no_grad():
             return decode()
-    except ModuleNotFoundError as error:
-        return Absent(name, f"{error.name} is not installed")
     except Exception as error:
-        failed = failure(name, error)
-        return dataclasses.replace(failed, failed="out of memory" not in str(error).lower())
+        absent = unavailable(name, error)
+        failed = absent.failed and "out of memory" not in str(error).lower()
+        return dataclasses.replace(absent, failed=failed)
     finally:
         _free()
 

@@ -18,7 +18,7 @@ from bench.decode.check import LAYERS, REFERENCE, TOLERANCE
 from bench.decode.running import rewound
 from bench.decode.shapes import part_of
 from bench.decode.states import KEY_SCALE, Blueprint
-from bench.program import Absent, failure
+from bench.program import Absent, unavailable
 from bench.rivals.common import module
 from bench.rivals.decoding import triton_cache
 from bench.rivals.torch_step import Start, Step, copied, fastest, seconds
@@ -76,10 +76,8 @@ def measured(model: Decoder, batch: int, context: int, tokens: int) -> dict[str,
             samples = [seconds(step, run, STEPS) / STEPS for _ in range(REPEATS + 1)][1:]
         note = f"one CUDA graph a step, {way}, pointwise operations fused by torch.compile"
         return {"step_ns": [round(x * 1e9) for x in samples], "error": error, "note": note}
-    except ModuleNotFoundError as missing:
-        return Absent(NAME, f"{missing.name} is not installed")
     except Exception as problem:
-        return failure(NAME, problem)
+        return unavailable(NAME, problem)
     finally:
         gc.collect()
 

@@ -8,11 +8,10 @@ a step before the first one, whose weights are dropped.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -24,8 +23,7 @@ from flax import nnx
 import jspec
 from bench.cases import Case
 from bench.drafters import ALL, PLAIN
-from bench.point import Row, row
-from bench.program import failure
+from bench.point import Row, attempt, row
 from bench.rivals import tunix
 from bench.rivals.common import module
 from bench.rivals.tunix import TUNIX
@@ -169,20 +167,13 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
     """A row for Tunix's sampler, and for an engine with each drafter."""
     keep_programs()
     name = settings.model.stem if settings.model else "bundled"
-    trial = None
-    for rollout in (TUNIX, *DRAFTS):
-        if not settings.wants(rollout):
-            continue
-        try:
-            trial = trial or Trial(case, name, *loaded(settings))
-            yield trial.row(rollout, 1 if settings.quick else SEEDS)
-        except ModuleNotFoundError as error:
-            reason = f"{error.name} is not installed"
-            yield row("grpo", {"model": name, **case}, rollout, checked=None, reason=reason)
-        except Exception as error:
-            reason = failure(rollout, error).reason
-            yield row("grpo", {"model": name, **case}, rollout, checked=False, reason=reason)
-        gc.collect()  # its memory, before the next one takes it
+    trial = cache(lambda: Trial(case, name, *loaded(settings)))
+    seeds = 1 if settings.quick else SEEDS
+    for rollout in filter(settings.wants, (TUNIX, *DRAFTS)):
+        yield attempt(
+            *("grpo", {"model": name, **case}, rollout),
+            lambda rollout=rollout: trial().row(rollout, seeds),
+        )
 
 
 GRPO = Benchmark(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +19,7 @@ import numpy as np
 import jspec
 from bench.cases import Case
 from bench.drafters import ALL, EXACT, PLAIN
-from bench.point import Row, row
-from bench.program import failure
+from bench.point import Row, attempt, row
 from bench.real import check
 from bench.real.texts import prompts as chat_prompts
 from bench.rivals import tunix
@@ -101,8 +99,8 @@ class Trial:
             exact=EXACT[self.case["exact"]],
         )
 
-    def row(self, name: str, actor: Any) -> Row:
-        rollout = self.rollout(name, actor)
+    def row(self, name: str) -> Row:
+        rollout = self.rollout(name, tunix.actor_of(self.model))
         begin = time.perf_counter()
         rollout.generate(self.texts, self.config(0))
         first = time.perf_counter() - begin
@@ -131,10 +129,11 @@ class Trial:
         checked = result["checked"]
         if not checked:
             measured = {"check": result, "reason": "its tokens are wrong"}
-        return self.row_of(name, checked, measured)
+        return row("sampler", self.named, name, checked=checked, **measured)
 
-    def row_of(self, name: str, checked: bool | None, measured: Row) -> Row:
-        return row("sampler", {"model": self.name, **self.case}, name, checked=checked, **measured)
+    @property
+    def named(self) -> Case:
+        return {"model": self.name, **self.case}
 
     def checked(self, tokens: Any) -> dict[str, Any]:
         """Whether the first answer to each of the first prompts is the model's own."""
@@ -185,18 +184,12 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
     for name in (TUNIX, *DRAFTS):
         if not settings.wants(name):
             continue
-        try:
-            measured = trial.row(name, tunix.actor_of(trial.model))
-        except ModuleNotFoundError as error:
-            measured = trial.row_of(name, None, {"reason": f"{error.name} is not installed"})
-        except Exception as error:
-            measured = trial.row_of(name, False, {"reason": failure(name, error).reason})
+        measured = attempt("sampler", trial.named, name, functools.partial(trial.row, name))
         if "tokens_per_s" in measured:
             base = base or (measured["tokens_per_s"] if name == TUNIX else None)
             if base:
                 measured["vs_tunix"] = measured["tokens_per_s"] / base
         yield measured
-        gc.collect()  # its memory, before the next one takes it
 
 
 SAMPLER = Benchmark(

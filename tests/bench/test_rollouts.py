@@ -102,14 +102,26 @@ def test_new_weights_are_those_of_the_engine(monkeypatch):
     assert [x["checked"] for x in rows("update", "", "taken", "copy")] == [True, False]
 
 
-def test_without_tunix_a_row_says_so(small_bundled, monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError("none", name="tunix")
+@pytest.mark.parametrize(
+    ("error", "checked", "reason"),
+    [
+        (ModuleNotFoundError("none", name="tunix"), None, "tunix is not installed"),
+        (ValueError("too few"), False, "failed: ValueError: too few"),
+    ],
+)
+def test_an_engine_that_cannot_run_is_a_row(error, checked, reason, small_bundled, monkeypatch):
+    """With the reason; only one that failed counts as wrong."""
 
-    monkeypatch.setattr(tunix, "module", missing)
+    def raises(name):
+        raise error
+
+    monkeypatch.setattr(tunix, "module", raises)
     for op, text in (("sampler", "B=2,group=1,S=8,new=4"), ("grpo", "answers=2,new=4,steps=1")):
-        for row in rows(op, text, "tunix", "none"):
-            assert (row["checked"], row["reason"]) == (None, "tunix is not installed")
+        measured = rows(op, text, "tunix", "none")
+        assert [x["name"] for x in measured] == ["tunix", "none"]
+        for row in measured:
+            assert (row["operation"], row["case"]["model"]) == (op, "bundled")
+            assert (row["checked"], row["reason"]) == (checked, reason)
 
 
 def test_the_report_has_what_was_measured_on_a_gpu():
