@@ -217,8 +217,11 @@ def config_of(model: nnx.Module) -> ModelConfig:
     )
 
 
+@jax.jit
 def weights_of(params: Any) -> dict[str, Any]:
     """Weights of a `Decoder`, of the state of a Tunix model with all of its parameters.
+
+    Names are looked at when it is traced: those of a model of 30 layers take the host milliseconds.
 
     Raises `ValueError` for adapters (LoRA), whose weights are those of no model.
     """
@@ -228,12 +231,7 @@ def weights_of(params: Any) -> dict[str, Any]:
             f"the parameters have {adapters[0]}, an adapter; merge adapters into the weights, or "
             "use Tunix's own rollout engine"
         )
-    return _joined_weights(nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params)
-
-
-@jax.jit
-def _joined_weights(params: dict[str, Any]) -> dict[str, Any]:
-    """The same, of a nested dict by Tunix's names."""
+    params = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
     weights = {
         "embedding": params["embedder"]["input_embedding"],
         "norm": {"scale": params["final_norm"]["w"]},
