@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from jspec.decode import chunks
 from jspec.decode.chunks import Chunks
 from jspec.models.text import RowText
+from tests.decode.watching import host_takes
 
 DROPPED = """
 import gc, signal, time
@@ -72,7 +72,7 @@ def test_ctrl_c_anywhere_keeps_what_was_served(where, run, tmp_path, monkeypatch
         return start(self, state, left)
 
     monkeypatch.setattr(Chunks, "start", interrupted)
-    monkeypatch.setattr(chunks, "SHORT", 0.0)  # each chunk is read before the next one starts
+    host_takes(monkeypatch, 0.0)  # each chunk is read before the next one starts
     asked = ("--requests", str(file), "--batch", "1", "--output", str(out), "--compare", "--json")
     code, printed, _ = run(*asked, "--draft", "none")
     assert code == 130
