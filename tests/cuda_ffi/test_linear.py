@@ -122,7 +122,7 @@ def test_a_chain_is_summed_over_devices(ranks, emulator, monkeypatch):
 def rows_of(arrays, rows: slice):
     """The arguments for some rows alone."""
     x, kernel, bias, norm, add = arrays
-    return x[rows], kernel, bias, norm, None if add is None else add[rows]
+    return np.asarray(x)[rows], kernel, bias, norm, None if add is None else np.asarray(add)[rows]
 
 
 @pytest.mark.parametrize("case", TILES)
@@ -130,7 +130,7 @@ def test_a_row_of_an_exact_matmul_is_that_row_alone(case, kernel):
     """Alone, among few, at other places of a tile, and with more rows than another kernel takes."""
     arrays, settings = arguments(130, *TILES[case][1:])
     settings["dtype"] = jnp.dtype("float32")  # whose bits follow from the order of sums
-    every = run_or_skip(arrays, settings, exact=True)
+    every = np.asarray(run_or_skip(arrays, settings, exact=True))
     np.testing.assert_allclose(
         np.asarray(every, np.float64), in_double(arrays, settings), rtol=3e-2, atol=3e-2
     )
@@ -194,7 +194,7 @@ def test_every_scale_of_a_block_is_exact(scales, power):
 )
 def test_a_row_alone_is_the_row_among_others(case):
     arrays, settings = arguments(*CASES[case])
-    every = run_or_skip(arrays, settings)
+    every = np.asarray(run_or_skip(arrays, settings))
     for row in (0, len(every) - 1):
         one = slice(row, row + 1)
         np.testing.assert_array_equal(run_or_skip(rows_of(arrays, one), settings), every[one])

@@ -129,7 +129,8 @@ def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) ->
         )
     )
     sinks = random(num_heads, seed=3)
-    prefix, out, cache = attended(helix, spec, q, k, v, LENGTHS, tokens, sinks=sinks)
+    *passes, cache = attended(helix, spec, q, k, v, LENGTHS, tokens, sinks=sinks)
+    prefix, out = map(np.asarray, passes)
     for row, length in enumerate(LENGTHS):
         right = reference(q[row], k[row], v[row], length, window, sinks)
         np.testing.assert_allclose(out[row], right, rtol=1e-5, atol=1e-5)
@@ -144,7 +145,7 @@ def check(kvp, tpa, heads, tokens, strategy: Strategy = "helix", window=None) ->
 
 
 @pytest.mark.parametrize(
-    ("kvp", "tpa", "heads", "tokens"), default_run(FIRST, "8-1-mqa-9", "4-2-gqa-4"), ids=str
+    ("kvp", "tpa", "heads", "tokens"), default_run(FIRST, "4-2-gqa-4"), ids=str
 )
 def test_attention_is_that_of_one_device(kvp, tpa, heads, tokens):
     check(kvp, tpa, heads, tokens)
@@ -178,7 +179,8 @@ def test_latent_attention_is_that_of_one_device(kvp, tokens, where):
     rows = len(LENGTHS)
     q, k = random(rows, tokens, 8, SIZE), random(rows, 64, 1, SIZE, seed=1)
     up = random(8, LATENT, MAPPED, seed=2)
-    prefix, out, cache = attended(helix, spec, q, k, k, LENGTHS, tokens, up)
+    *passes, cache = attended(helix, spec, q, k, k, LENGTHS, tokens, up)
+    prefix, out = map(np.asarray, passes)
 
     def right(q, k, begin):
         read = reference(q, k, k[..., :LATENT], begin)

@@ -30,6 +30,7 @@ from tests.ops.laws import (
     sampling_of,
     to_uint64,
 )
+from tests.parameters import default_run
 
 BOUND = 1e-6  # of total variation
 
@@ -85,14 +86,16 @@ def corners(vocabulary: int) -> np.ndarray:
 
 _distribution = jax.jit(distribution, static_argnames=("vocabulary", "filtered"))
 _draw = jax.jit(draw, static_argnames="vocabulary")
+_settings = jax.jit(settings_of)
+_number = jax.jit(number, static_argnames="role")
 
 
-@pytest.mark.parametrize("vocabulary", [5, 2500])
+@pytest.mark.parametrize("vocabulary", default_run([5, 2500], "2500"))
 def test_a_token_is_drawn_by_exactly_its_share_of_the_numbers(vocabulary):
     """The first and the last number that the law gives to a token draw it."""
     logits, whole = corners(vocabulary), Vocabulary(vocabulary)
     rows = [(x, params) for x in logits for params in SETTINGS]
-    of_rows = settings_of(sampling_of([params for _, params in rows]))
+    of_rows = _settings(sampling_of([params for _, params in rows]))
     stacked = jnp.asarray(np.stack([x for x, _ in rows]))[:, None]
     got = _distribution(stacked, of_rows, vocabulary=whole, filtered=True)
     rng = np.random.default_rng(1)
@@ -142,15 +145,15 @@ def close_call(n: int) -> list[list[float]]:
 @functools.cache
 def close_calls() -> np.ndarray:
     """`close_call` of the numbers of seeds 0..7 at position 0, role BONUS."""
-    seeds = jnp.arange(8, dtype=jnp.uint32)
-    numbers = np.asarray(number(seeds, jnp.zeros((8, 1), jnp.int32), Role.BONUS))[:, 0]
+    seeds, positions = np.arange(8, dtype=np.uint32), np.zeros((8, 1), np.int32)
+    numbers = np.asarray(_number(seeds, positions, role=Role.BONUS))[:, 0]
     return np.array([close_call(n) for n in numbers.tolist()], np.float32)
 
 
 @pytest.mark.parametrize("backend", SAMPLE.backends)
 def test_every_backend_draws_by_all_bits_of_a_number(backend):
     """Numbers of 32 bits would draw another token somewhere."""
-    rows = settings_of(sampling_of([ONE_BIT] * 16, np.repeat(np.arange(8), 2)))
+    rows = _settings(sampling_of([ONE_BIT] * 16, np.repeat(np.arange(8), 2)))
     arguments = (jnp.asarray(close_calls()).reshape(16, 1, 3), rows, jnp.zeros((16, 1), jnp.int32))
     static = {"role": Role.BONUS, "filtered": False, "axis_name": None}
     if reason := SAMPLE.backend(backend).supports(*arguments, **static):
@@ -179,7 +182,7 @@ def test_acceptance_uses_the_law_of_the_draws():
     """Probabilities that acceptance compares, against the law of the draws."""
     logits = corners(2500)
     for params in SETTINGS:
-        of_rows = settings_of(sampling_of([params] * len(logits)))
+        of_rows = _settings(sampling_of([params] * len(logits)))
         got = _probabilities(logits[:, None], of_rows)
         p = np.asarray(got).reshape(len(logits), -1)[:, :2500] / ONE
         np.testing.assert_allclose(p, token_probabilities(logits, params), rtol=2**-28, atol=2**-50)
@@ -195,7 +198,7 @@ def test_greedy_rows_take_the_same_token_everywhere():
     np.testing.assert_array_equal(token_probabilities(logits, GREEDY).argmax(axis=-1), expected)
     rows, positions = sampling_of([GREEDY] * 10), jnp.zeros((10, 1), jnp.int32)
     for backend in SAMPLE.backends:
-        arguments = (jnp.asarray(logits)[:, None], settings_of(rows), positions)
+        arguments = (jnp.asarray(logits)[:, None], _settings(rows), positions)
         for filtered in (False, True):
             static = {"role": Role.BONUS, "filtered": filtered}
             if SAMPLE.backend(backend).supports(*arguments, axis_name=None, **static):

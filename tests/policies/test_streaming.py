@@ -35,11 +35,10 @@ SPEC = LayerSpec(kv_heads=1, key_size=2, value_size=2)
 )
 def test_it_selects_each_sink_and_each_recent_position_once(sinks, window):
     cache = Cache.create([SPEC], [LinearLayout(CAPACITY)], 4, jnp.float32)
-    lengths = [20, 11, 3, 0]
+    lengths, policy = [20, 11, 3, 0], Streaming(sinks, window)
     context_len = jnp.asarray(lengths, jnp.int32)
-    selected = np.asarray(
-        Streaming(sinks, window).select(None, 0, cache, None, context_len).positions
-    )
+    select = jax.jit(lambda cache, context_len: policy.select(None, 0, cache, None, context_len))
+    selected = np.asarray(select(cache, context_len).positions)
     assert selected.dtype == np.int32
     for row, length in enumerate(lengths):
         last = window
