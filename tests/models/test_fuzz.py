@@ -1,6 +1,6 @@
 """Damaged files give a model's settings or one `CheckpointError`, in bounded time and memory.
 
-100,000 cases of each kind with ``-m slow``, some of them by default.
+100,000 cases of each kind with ``-m slow``, few of them by default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tests.models.mutations import Mutator
 from tests.models.test_checkpoint import QUANTIZATION
 
 COUNTS = [
-    pytest.param(1_500, id="some"),
+    pytest.param(400, id="few"),
+    pytest.param(1_500, id="some", marks=pytest.mark.exhaustive),
     pytest.param(100_000, id="many", marks=pytest.mark.slow),
 ]
 SECONDS = 1.0  # of processor time for a case
