@@ -82,7 +82,7 @@ def test_a_system_prompt_is_prefilled_once(name, sharp):
     assert whole <= engine.stats.prompt_tokens <= whole + 3 * 4
 
 
-@pytest.mark.parametrize("name", ["suffix", "vegas"])
+@pytest.mark.parametrize("name", default_run(["suffix", "vegas"], "vegas"))
 def test_a_drafter_takes_up_the_tokens_that_a_row_had(name, sharp):
     """Its state is that of a prompt that was prefilled whole."""
     request = [*SYSTEM, *prompts((9,), seed=6)[0]], sampled(1)

@@ -24,6 +24,7 @@ from jspec.ops.attention.dense import attention_sizes
 from jspec.policies import Vegas
 from jspec.policies.prepare import prepare_params
 from tests.decode.common import DRAFTERS, prompts
+from tests.parameters import default_run
 
 CHUNK = 8
 TEXTS = prompts((1, 30, 12, 17), seed=2)
@@ -104,7 +105,7 @@ def test_no_capacity_changes_the_attention_of_a_prefill_on_a_gpu(table):
         assert len(orders) == 1
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", default_run(list(EVERY), "plain", "vegas"))
 def test_a_prompt_is_prefilled_alone_whatever_drafts(name, sharp, other, on_a_cpu, passes):
     draft = EVERY[name]
     models = Models(

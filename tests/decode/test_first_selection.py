@@ -111,7 +111,7 @@ def check(guide, policy, queries_and_keys) -> None:
             assert picked_in(guide, row, layer) == expected, (row, layer)
 
 
-@pytest.mark.parametrize("name", default_run(list(POLICIES), "weight", "pages"))
+@pytest.mark.parametrize("name", default_run(list(POLICIES), "pages"))
 def test_the_last_query_of_a_prompt_selects(name, tiny, queries_and_keys):
     """In ragged prompts that end in different chunks, and in the middle of one."""
     policy = POLICIES[name]

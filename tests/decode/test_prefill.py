@@ -30,7 +30,7 @@ DRAFTS = {
 NEWCOMER, ITS_PARAMS = [7, 3, 7, 3, 9, 7, 3], SamplingParams(max_new_tokens=20)
 
 
-@pytest.mark.parametrize("name", default_run(list(DRAFTS), "model", "streaming", slow=["ngram"]))
+@pytest.mark.parametrize("name", default_run(list(DRAFTS), "streaming", slow=["ngram"]))
 def test_a_slot_takes_another_request_while_others_go_on(name, sharp, other):
     """The newcomer gets what it gets alone, and the others what they get without it."""
     draft = DRAFTS[name]

@@ -76,7 +76,7 @@ def test_tokens_are_those_of_the_documented_processors(tiny, texts, plain):
 
 
 @pytest.mark.parametrize(
-    "name", default_run([name for name in DRAFTERS if name != "plain"], "model", "streaming")
+    "name", default_run([name for name in DRAFTERS if name != "plain"], "streaming")
 )
 def test_no_drafter_changes_greedy_tokens(name, tiny, other, texts, plain):
     model = {"draft_model": other} if name == "model" else {}

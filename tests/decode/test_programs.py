@@ -89,7 +89,7 @@ def primitives(jaxpr) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("source", DRAFTERS)
+@pytest.mark.parametrize("source", default_run(list(DRAFTERS), "plain", "model", "streaming"))
 def test_a_step_is_one_program_without_the_host(source, tiny, other, monkeypatch):
     monkeypatch.setattr(step_module, "_may_branch", lambda *_: False)  # as on a GPU
     gamma = 0 if source == "plain" else 4

@@ -98,7 +98,7 @@ STEP_COSTS = {
 }
 
 
-@pytest.mark.parametrize("cost", default_run(STEP_COSTS, "slots", "tokens"))
+@pytest.mark.parametrize("cost", default_run(STEP_COSTS, "tokens"))
 def test_both_phases_of_a_rollout_are_near_their_best_gamma(cost):
     """Many short answers that accept little, then the end of a long one that accepts much.
 

@@ -115,7 +115,7 @@ FORCED = {
 }
 
 
-@pytest.mark.parametrize("toy", default_run(FORCED, "mixed", "one-hot"))
+@pytest.mark.parametrize("toy", default_run(FORCED, "mixed"))
 def test_the_ends_of_the_numbers_have_certain_outcomes(toy):
     check_forced(toy, 0, LAST_NUMBER)
 

@@ -62,7 +62,7 @@ REPEATED = [("filters", "distribution"), ("ragged-tiles", "one-hot"), ("many-til
     ("case", "draft"),
     default_run(
         {"-".join(x): x for x in VERIFIED},
-        *("ragged-tiles-distribution", "many-tiles-distribution", "one-token-block"),
+        *("ragged-tiles-distribution", "one-token-block"),
         slow=["-".join(x) for x in REPEATED],
     ),
 )
