@@ -367,18 +367,16 @@ class Runner:
         is_token = np.swapaxes(record.tokens, 0, 1) >= 0
         ends = [0, *np.cumsum(is_token.sum(axis=(1, 2))).tolist()]
 
-        def slots_of(x: np.ndarray) -> list[np.ndarray]:
-            tokens = np.swapaxes(x, 0, 1)[is_token]
-            return [tokens[begin:end] for begin, end in itertools.pairwise(ends)]
-
         both = record.logprobs, record.routed_experts
         leaves, trees = zip(*map(jax.tree.flatten, both), strict=True)
-        pieces = [list(zip(*map(slots_of, x), strict=True)) for x in leaves]
+        of_tokens = [[np.swapaxes(x, 0, 1)[is_token] for x in arrays] for arrays in leaves]
         for slot, asked in asking.items():
             if any(asked):
+                place = slice(*ends[slot : slot + 2])
+                # Copies: a view would hold the arrays of all slots.
                 live[slot]._new_scores = tuple(
-                    tree.unflatten(piece[slot]) if is_asked and piece else None
-                    for is_asked, tree, piece in zip(asked, trees, pieces, strict=True)
+                    tree.unflatten([x[place].copy() for x in arrays]) if is_asked else None
+                    for is_asked, tree, arrays in zip(asked, trees, of_tokens, strict=True)
                 )
 
     def _ask(self, request: Request, new: tuple[int, ...]) -> int | None:

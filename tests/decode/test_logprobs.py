@@ -113,6 +113,20 @@ def test_an_engine_gives_them_to_requests_that_ask(tiny, texts):
 
 
 @pytest.mark.exhaustive
+def test_a_request_holds_its_own_scores_alone(tiny, texts):
+    """Not those of the other slots, which it may outlive by many chunks."""
+    engine = jspec.Engine(tiny, slots=4, capacity=64, logprobs=3, draft=None)
+    asks, _ = (
+        engine.submit(text, jspec.SamplingParams(12, logprobs=count, ignore_eos=True))
+        for text, count in zip(texts[:2], (3, None), strict=True)
+    )
+    engine.run()
+    arrays = jax.tree.leaves(asks._scores)
+    assert sum(map(len, arrays)) == 7 * 12
+    assert all(x.base is None for x in arrays)
+
+
+@pytest.mark.exhaustive
 def test_a_request_that_its_callback_ends_has_as_many_as_tokens(tiny, texts):
     engine = jspec.Engine(tiny, slots=2, capacity=64, draft=NGRAM, gamma=3, logprobs=1)
     params = jspec.SamplingParams(30, logprobs=1)
