@@ -85,9 +85,9 @@ class WeightTypes:
         leaves, structure = jax.tree.flatten(weights)
         if self._matched is None or structure != self._matched[0]:
             self._matched = structure, self._slices_of(weights)
-        kept, arrays = iter(jax.tree.leaves(current)), []
+        old_leaves, arrays = iter(jax.tree.leaves(current)), []
         for weight, where in zip(self._weights, self._matched[1], strict=True):
-            old = list(itertools.islice(kept, len(weight.types)))
+            old = list(itertools.islice(old_leaves, len(weight.types)))
             new = old if where is None else leaves[where]
             if len(weight.types) != len(new) or not all(map(_serves, new, weight.types)):
                 raise ValueError(
