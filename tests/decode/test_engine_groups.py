@@ -51,7 +51,7 @@ def test_a_group_is_prefilled_once(name, prompt, sharp, other):
 
 def test_a_group_of_short_prompts_takes_one_row_of_a_pass(sharp, monkeypatch):
     """And several groups a row each."""
-    engine = engine_of(sharp, "ngram", slots=16, prefill_chunk=256)
+    engine = engine_of(sharp, "none", slots=16, prefill_chunk=256)
     passes, right = [], engine._scheduler.prefill.fill
 
     def fill(state, rows, size, slots, requests):
@@ -70,7 +70,7 @@ def test_a_group_of_short_prompts_takes_one_row_of_a_pass(sharp, monkeypatch):
         assert engine.stats.prompt_tokens - before == sum({len(text) for text, _ in group})
         engine.run()
         tokens = tuple(request.tokens for request in submitted)
-        assert tokens == apart(sharp, "ngram", group).tokens
+        assert tokens == apart(sharp, "none", group).tokens
 
 
 @pytest.mark.exhaustive

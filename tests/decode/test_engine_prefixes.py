@@ -144,9 +144,9 @@ def test_a_row_with_earlier_weights_is_not_taken_over(sharp):
 def test_rows_that_wrap_are_not_taken_over():
     layers = [dataclasses.replace(TINY.layers[0], window=window) for window in (5, None)]
     model = make_decoder(dataclasses.replace(TINY, layers=tuple(layers)), seed=3)
-    engine = engine_of(model, "ngram", prefill_chunk=16)
+    engine = engine_of(model, "none", prefill_chunk=16)
     given, answers = converse(engine, users=2, turns=2)
-    assert answers == apart(model, "ngram", given).tokens
+    assert answers == apart(model, "none", given).tokens
     assert engine.stats.prompt_tokens == sum(len(text) for text, _ in given)
 
 
