@@ -2,7 +2,7 @@
 
 import itertools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -26,18 +26,18 @@ def test_chains_are_those_of_the_drafters(name):
     nodes, width, long = 8, 64, 0
     texts = [random_text(seed, int(length), 2) for seed, length in enumerate((5, 9, 30, 64) * 3)]
     texts += [np.tile([4, 5, 6], 20), np.arange(30)]
-    padded = jnp.stack(
-        [jnp.pad(jnp.array(x), (0, width - len(x)), constant_values=-1) for x in texts]
-    )
-    lengths = jnp.array(list(map(len, texts)))
+    padded = np.stack([np.pad(x, (0, width - len(x)), constant_values=-1) for x in texts])
+    padded, lengths = padded.astype(np.int32), np.array(list(map(len, texts)), np.int32)
     if name != "suffix":
         draft = jspec.NgramDraft(**({"min_match": 1} if name == "ngram-1" else {}))
-        agreed = agreement(padded, jnp.zeros_like(lengths), lengths, draft.max_match)
+        matched = jax.jit(agreement, static_argnums=3)
+        agreed = matched(padded, np.zeros_like(lengths), lengths, draft.max_match)
         least, factor = draft.min_match, np.inf
     else:
         agreed = SuffixIndex.empty(len(texts), width).append(padded, lengths).agreed
         least, factor = jspec.SuffixDraft().min_match, jspec.SuffixDraft().factor
-    tokens, longest = map(np.asarray, continuation(padded, lengths, agreed, nodes))
+    following = jax.jit(continuation, static_argnums=3)
+    tokens, longest = map(np.asarray, following(padded, lengths, agreed, nodes))
     for index, text in enumerate(texts):
         count = int(min(nodes, factor * longest[index])) if longest[index] >= least else 0
         expected = {tuple(tokens[index, : i + 1].tolist()) for i in range(count)}

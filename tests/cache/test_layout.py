@@ -33,7 +33,7 @@ def spec(window: int | None = None) -> LayerSpec:
 @given(newest=st.integers(-1, 47))
 def test_each_slot_holds_the_last_position_that_was_written_to_it(layout, newest):
     expected = np.full(layout.size, -1)
-    slots = slots_of(layout, np.arange(48, dtype=np.int32))
+    slots = np.asarray(slots_of(layout, np.arange(48, dtype=np.int32)))
     for position, slot in enumerate(slots[: newest + 1].tolist()):
         assert 0 <= slot < layout.size
         expected[slot] = position

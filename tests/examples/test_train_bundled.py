@@ -1,6 +1,7 @@
 """The recipe of the bundled model: its parts on small inputs, and all of it as a smoke run."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -36,6 +37,11 @@ from jspec.eval import ruler_bytes  # noqa: E402
 from jspec.models.decoder import Decoder  # noqa: E402
 
 CONFIG = SMOKE.config
+_parameters = jax.jit(functools.partial(model.initial_parameters, CONFIG))
+
+
+def initial_parameters(seed: int):
+    return _parameters(jax.random.key(seed))
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +137,7 @@ def test_source_rows_map_document_edges_to_tokens():
 
 @pytest.mark.exhaustive
 def test_scanned_training_decoder_is_the_decoder():
-    parameters = model.initial_parameters(CONFIG, 3)
+    parameters = initial_parameters(3)
     graph, attend = model.graph_of(CONFIG), model.causal_attention("xla")
     tokens = np.random.default_rng(0).integers(0, 256, (2, 48)).astype(np.int32)
     scanned = jax.jit(lambda leaves: model.forward(graph, leaves, tokens, attend))(parameters)
@@ -153,7 +159,7 @@ def test_scanned_training_decoder_is_the_decoder():
 
 
 def test_norms_do_not_decay():
-    parameters = jax.tree.map(jnp.ones_like, model.initial_parameters(CONFIG, 0))
+    parameters = jax.tree.map(jnp.ones_like, initial_parameters(0))
     optimise = model.optimiser()
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     updates, _ = jax.jit(optimise.update)(zeros, optimise.init(parameters), parameters)
@@ -163,7 +169,7 @@ def test_norms_do_not_decay():
 
 @pytest.mark.exhaustive
 def test_a_step_with_broken_gradients_is_skipped():
-    parameters = jax.tree.map(lambda leaf: leaf * jnp.nan, model.initial_parameters(CONFIG, 0))
+    parameters = jax.tree.map(lambda leaf: leaf * jnp.nan, initial_parameters(0))
     state = (parameters, model.optimiser().init(parameters))
     count = int(state[1][1].count)
     step = model.make_train_step(CONFIG, "xla")
@@ -174,10 +180,10 @@ def test_a_step_with_broken_gradients_is_skipped():
 
 
 def test_full_and_partial_state_come_back(tmp_path):
-    parameters = model.initial_parameters(CONFIG, 1)
+    parameters = initial_parameters(1)
     state = (parameters, model.optimiser().init(parameters))
     journal = checkpoint.Journal(share=0.5, step=9, curve=[[1.0] * len(checkpoint.CURVE_FIELDS)])
-    other = model.initial_parameters(CONFIG, 2)
+    other = initial_parameters(2)
     fresh = (other, model.optimiser().init(other))
     checkpoint.save_state(tmp_path / "full", state, journal)
     got, record, complete = checkpoint.restore(tmp_path / "full", fresh)
@@ -195,7 +201,7 @@ def test_full_and_partial_state_come_back(tmp_path):
 
 
 def test_export_quantises_within_half_a_step_and_reads_back(tmp_path):
-    parameters = jax.device_get(model.initial_parameters(CONFIG, 4))
+    parameters = jax.device_get(initial_parameters(4))
     shipped = export.export(tmp_path, parameters, CONFIG)
     assert jax.tree.structure(shipped) == jax.tree.structure(parameters)
     before, after = checkpoint.named(parameters), checkpoint.named(shipped)

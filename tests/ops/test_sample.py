@@ -196,10 +196,10 @@ def test_the_law_keeps_what_reaches_a_threshold():
 
 @pytest.mark.parametrize("backend", SAMPLE.backends)
 def test_every_backend_keeps_what_reaches_a_threshold(backend):
-    """512 draws each: a token that is kept has a share of an eighth at least."""
+    """192 draws each: a token that is kept has a share of an eighth at least."""
     params = [SamplingParams(**{"temperature": ONE_BIT} | settings) for _, settings, _ in BORDERS]
-    logits = np.array([[row] for row, *_ in BORDERS for _ in range(512)], np.float32)
-    rows = settings_of(sampling_of([p for p in params for _ in range(512)]))
+    logits = np.array([[row] for row, *_ in BORDERS for _ in range(192)], np.float32)
+    rows = settings_of(sampling_of([p for p in params for _ in range(192)]))
     positions = np.zeros((len(logits), 1), np.int32)
     static = {"role": Role.BONUS, "filtered": True, "axis_name": None}
     if reason := SAMPLE.backend(backend).supports(logits, rows, positions, **static):
