@@ -126,9 +126,9 @@ def test_a_pass_over_a_tree_is_next_to_one_over_a_chain(tiny, monkeypatch):
         return right(models, state, drafted, config)
 
     monkeypatch.setattr(check, "run_target", as_chain)
-    jax.clear_caches()  # what is traced is kept
+    check._iteration.clear_cache()  # what is traced is kept
     row = rows(PASS, "S=300,T=4", "tree")["tree"]
-    jax.clear_caches()
+    check._iteration.clear_cache()
     assert row["checked"] is False
 
 
@@ -143,9 +143,9 @@ def test_a_wrong_step_is_not_timed_and_neither_is_one_that_does_not_fit(tiny, mo
         return right(models, state, drafted, config)
 
     monkeypatch.setattr(check, "run_target", late)
-    jax.clear_caches()  # what is traced is kept
+    check._iteration.clear_cache()  # what is traced is kept
     row = rows(PASS, "S=300")["plain"]
-    jax.clear_caches()
+    check._iteration.clear_cache()
     assert row["checked"] is False
     assert "from the reference's" in row["reason"]
     monkeypatch.setattr(running, "device_bytes", lambda name: 10**4)

@@ -163,7 +163,7 @@ def check(model, name: str, kvp: int, tpa: int, right: list[list[int]], *modes: 
 
 @pytest.mark.parametrize(
     ("name", "kvp", "tpa"),
-    default_run([("ngram", 4, 1), ("ahead", 4, 2), ("vegas", 2, 2)], "ahead-4-2"),
+    default_run([("ngram", 4, 1), ("ahead", 4, 2), ("vegas", 2, 2)]),
     ids=str,
 )
 def test_greedy_tokens_are_those_of_one_device(name, kvp, tpa, model, alone):
