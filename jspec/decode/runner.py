@@ -215,10 +215,11 @@ class Runner:
             self.blocks.reserve(slot, positions, idle)
         self.state = self.blocks.placed(self.state)
 
-    def remove(self, request: Request) -> None:
-        """Free the slot of a request, and drop what running chunks decode for it."""
+    def remove(self, *requests: Request) -> None:
+        """Free the slots of requests, and drop what running chunks decode for them."""
+        removed = set(requests)
         for slots in (self.slots, *(chunk.requests for chunk in self.chunks.running)):
-            slots[:] = [None if other is request else other for other in slots]
+            slots[:] = [None if other in removed else other for other in slots]
 
     def preempt(self) -> list[Request]:
         """Free all slots; returns the requests that were in them, slot by slot.
@@ -228,8 +229,7 @@ class Runner:
         every = [self.slots, *(chunk.requests for chunk in self.chunks.running)]
         requests = [x for slots in every for x in slots if x is not None]
         requests = list(dict.fromkeys(requests))
-        for request in requests:
-            self.remove(request)
+        self.remove(*requests)
         return requests
 
     def decode(self, *, waiting: bool = False) -> tuple[Request, ...]:
@@ -336,8 +336,7 @@ class Runner:
                 request.steps += int(steps[slot])
         self.chunks.running.pop(0)
         ended = tuple(request for request in live.values() if request.finished is not None)
-        for request in ended:
-            self.remove(request)
+        self.remove(*ended)
         return ended
 
     def _pass_on(self, live: dict[int, Request], record: StepRecord) -> None:
