@@ -174,7 +174,8 @@ def _all_slots(
         k,
         v,
         positions,
-        jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, slots)),
+        # A constant, which no layer computes again.
+        jnp.asarray(np.tile(np.arange(slots, dtype=np.int32), (batch, 1))),
         jnp.zeros((batch, 0), jnp.int32),
         jnp.zeros(batch, jnp.int32),
         counts=jnp.clip(positions[:, 0] + 1, 0, slots),
