@@ -62,7 +62,7 @@ void run(const Case& c) {
     if (row % 8 == 6) rate[row] = 1e7;
     rate[row] = float_of(bits_of(rate[row]) & 0xFFFFFF00);  // 16 bits, as settings have
     lengths[row] = std::rand() % 3 ? c.gamma : std::rand() % (c.gamma + 1);
-    if (c.filtered && row % 3) top_k[row] = 1 + std::rand() % c.vocabulary;
+    if (c.filtered && row % 3) top_k[row] = 1 + std::rand() % (row % 2 ? c.vocabulary : 30);
     if (c.filtered && row % 2) top_p[row] = static_cast<float>(random_in(0.1, 1));
     if (c.filtered && row % 5) min_p[row] = static_cast<float>(random_in(0, 0.3));
   }
@@ -121,11 +121,11 @@ void run(const Case& c) {
 }
 
 int main() {
-  for (int vocabulary : {1, 37, 1024, 3000, 140000}) {
+  for (int vocabulary : {1, 37, 1024, 3000, 40000, 140000}) {
     for (int kind = 0; kind < 8; ++kind) {
       const bool bfloat16 = kind & 1, draft = kind & 2, filtered = kind & 4;
       if (vocabulary > 100000 && filtered) continue;
-      const int batch = vocabulary > 100000 ? 3 : 16;
+      const int batch = vocabulary > 100000 ? 3 : vocabulary > 10000 ? 8 : 16;
       run({batch, kind % 3 + (vocabulary == 37), vocabulary, bfloat16, draft, kind != 2, filtered});
     }
   }

@@ -7,23 +7,7 @@ namespace jspec {
 
 constexpr int kFilterThreads = 1024;
 constexpr int kBins = 2048;
-
-// The sum over the threads before this one, and over all of the block in `total`.
-__device__ inline uint64_t block_before(uint64_t x, uint64_t (&sums)[kFilterThreads / 32],
-                                        uint64_t* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint64_t reached = warp_reached(x);
-  __syncthreads();
-  if (lane == 31) sums[warp] = reached;
-  __syncthreads();
-  uint64_t before = reached - x;
-  *total = 0;
-  for (int i = 0; i < kFilterThreads / 32; ++i) {
-    if (i < warp) before += sums[i];
-    *total += sums[i];
-  }
-  return before;
-}
+constexpr int kMostListed = 1024;
 
 // Bins of 64 bits in two words each, since shared memory adds 32 bits at once.
 struct Bins {
@@ -39,61 +23,155 @@ struct Bins {
   }
 };
 
-// The largest key such that the amounts of all logits from it on sum to at least `needed`, or 0.
-// `amount(token, x)` is that of a logit. By a block: 11, 11 and 10 bits at a time.
-template <typename Amount>
-__device__ uint32_t largest_key(const Position& from, uint64_t needed, Amount amount) {
-  __shared__ Bins bins;
-  __shared__ uint64_t sums[kFilterThreads / 32];
-  __shared__ uint64_t rest;
-  __shared__ uint32_t found;
+// What the threads of a block share while they filter a position.
+struct FilterShared {
+  Bins bins;
+  uint64_t sums[kFilterThreads / 32], rest;
+  unsigned long long total;
+  uint32_t found, min_p_threshold;
+  // The tokens that top-k may keep, where they are few; `listed` is kNone where there is no list.
+  uint32_t tokens[kMostListed], count, listed;
+  float logits[kMostListed];
+};
+
+// The sum over the threads before this one, and over all of the block in `total`.
+__device__ inline uint64_t block_before(uint64_t x, FilterShared& shared, uint64_t* total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint64_t reached = warp_reached(x);
+  __syncthreads();
+  if (lane == 31) shared.sums[warp] = reached;
+  __syncthreads();
+  uint64_t before = reached - x;
+  *total = 0;
+  for (int i = 0; i < kFilterThreads / 32; ++i) {
+    if (i < warp) before += shared.sums[i];
+    *total += shared.sums[i];
+  }
+  return before;
+}
+
+// Calls body(token, x) for the tokens of each tile whose largest logit has a key from `least` on,
+// a warp a tile.
+template <typename Logit, typename Body>
+__device__ __forceinline__ void each_in_tiles(const Position& from, uint32_t least, Body body) {
+  for (int tile = threadIdx.x / 32; tile < from.tiles; tile += kFilterThreads / 32) {
+    if (key_of(from.cells[tile].top) < least) continue;
+    const int first = tile * kTile, left = from.vocabulary - first;
+    const Logit* logits = static_cast<const Logit*>(from.logits) + first;
+    if (!is_aligned(logits) || left < kTile) {
+      for (int i = threadIdx.x % 32; i < min(left, kTile); i += 32) {
+        body(uint32_t(first + i), logit_of(logits[i]));
+      }
+      continue;
+    }
+    // A few vectors are loaded at once: all would take too many registers.
+    constexpr int kVector = 16 / sizeof(Logit), kLoaded = 4, kRun = 32 * kVector;
+#pragma unroll 1
+    for (int begin = threadIdx.x % 32 * kVector; begin < kTile; begin += kLoaded * kRun) {
+      Logit loaded[kLoaded][kVector];
+#pragma unroll
+      for (int i = 0; i < kLoaded; ++i) {
+        const uint4 vector = __ldg(reinterpret_cast<const uint4*>(logits + begin + i * kRun));
+        memcpy(loaded[i], &vector, sizeof vector);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoaded; ++i) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          body(uint32_t(first + begin + i * kRun + j), logit_of(loaded[i][j]));
+        }
+      }
+    }
+  }
+}
+
+// Calls body(token, x) for all tokens whose logits have keys from `least` on, and for others.
+template <typename Body>
+__device__ __forceinline__ void each_token(const Position& from, const FilterShared& shared,
+                                           uint32_t least, Body body) {
+  if (shared.listed != kNone) {
+    for (uint32_t i = threadIdx.x; i < shared.listed; i += kFilterThreads) {
+      body(shared.tokens[i], shared.logits[i]);
+    }
+  } else if (from.bfloat16) {
+    each_in_tiles<Bfloat16>(from, least, body);
+  } else {
+    each_in_tiles<float>(from, least, body);
+  }
+}
+
+// The largest key such that the amounts of all keys from it on sum to at least `needed`, or 0.
+// `each(least, add)` calls add(key, amount), where amount() is that of the key, for all keys from
+// `least` on at least. By a block: 11, 11 and 10 bits at a time.
+template <typename Each>
+__device__ __forceinline__ uint32_t largest_key(FilterShared& shared, uint64_t needed, Each each) {
+  Bins& bins = shared.bins;
   uint32_t prefix = 0;
+#pragma unroll 1
   for (int shift = 21;; shift -= shift == 10 ? 10 : 11) {
     const uint32_t above = shift == 21 ? 0 : shift == 10 ? 0xFFE00000u : 0xFFFFFC00u;
     const uint32_t count = shift == 0 ? 1024 : kBins;
     for (uint32_t i = threadIdx.x; i < kBins; i += kFilterThreads) bins.low[i] = bins.high[i] = 0;
-    if (threadIdx.x == 0) found = kNone;
+    if (threadIdx.x == 0) shared.found = kNone;
     __syncthreads();
-    for (int token = threadIdx.x; token < from.vocabulary; token += kFilterThreads) {
-      const float x = logit(from.logits, from.bfloat16, token);
-      const uint32_t key = key_of(x);
-      if ((key & above) != prefix) continue;
-      if (const uint64_t more = amount(token, x)) bins.add((key >> shift) & (count - 1), more);
-    }
+    each(prefix, [&](uint32_t key, auto amount) {
+      if ((key & above) != prefix) return;
+      if (const uint64_t more = amount()) bins.add((key >> shift) & (count - 1), more);
+    });
     __syncthreads();
     // Threads take pairs of bins from the last one down.
     const uint32_t high = kBins - 1 - 2 * threadIdx.x, low = high - 1;
     uint64_t total;
-    const uint64_t before = block_before(bins[high] + bins[low], sums, &total);
+    const uint64_t before = block_before(bins[high] + bins[low], shared, &total);
     if (before < needed && needed <= before + bins[high]) {
-      found = high;
-      rest = needed - before;
+      shared.found = high;
+      shared.rest = needed - before;
     } else if (before + bins[high] < needed && needed <= before + bins[high] + bins[low]) {
-      found = low;
-      rest = needed - (before + bins[high]);
+      shared.found = low;
+      shared.rest = needed - (before + bins[high]);
     }
     __syncthreads();
-    if (found == kNone) return 0;
-    prefix |= found << shift;
-    needed = rest;
+    if (shared.found == kNone) return 0;
+    prefix |= shared.found << shift;
+    needed = shared.rest;
     if (shift == 0) return prefix;
     __syncthreads();
   }
 }
 
-// Replaces the sum of each tile by that of what is kept of it, a warp a tile.
-__device__ inline void sum_kept(const Position& from) {
-  for (int tile = threadIdx.x / 32; tile < from.tiles; tile += kFilterThreads / 32) {
-    const Weigher weigher{from.rate, from.cells[tile].exponent};
-    const int end = min((tile + 1) * kTile, from.vocabulary);
-    uint64_t sum = 0;
-    for (int token = tile * kTile + threadIdx.x % 32; token < end; token += 32) {
-      const float x = logit(from.logits, from.bfloat16, token);
-      if (from.keeps(x)) sum += weigher(x);
+// Lists the tokens that may be among the `count` with the largest logits, where they are few: those
+// from the `count`-th largest tile's largest logit on, as so many tokens are as large. Where a tile
+// without a finite logit is that one, the list lacks tokens of no weight.
+__device__ __forceinline__ void list_largest(const Position& from, FilterShared& shared,
+                                             int32_t count) {
+  const uint32_t least = largest_key(shared, count, [&](uint32_t, auto add) {
+    for (int tile = threadIdx.x; tile < from.tiles; tile += kFilterThreads) {
+      add(key_of(from.cells[tile].top), [] { return uint64_t(1); });
     }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) from.cells[tile].sum = sum;
-  }
+  });
+  if (least == 0) return;  // there are fewer tiles
+  if (threadIdx.x == 0) shared.count = 0;
+  __syncthreads();
+  each_token(from, shared, least, [&](uint32_t token, float x) {
+    if (key_of(x) < least) return;
+    const uint32_t at = atomicAdd(&shared.count, 1);
+    if (at < kMostListed) shared.tokens[at] = token, shared.logits[at] = x;
+  });
+  __syncthreads();
+  if (threadIdx.x == 0 && shared.count <= kMostListed) shared.listed = shared.count;
+  __syncthreads();
+}
+
+// Replaces the sum of each tile by that of what is kept of it.
+__device__ __forceinline__ void sum_kept(const Position& from, const FilterShared& shared) {
+  for (int tile = threadIdx.x; tile < from.tiles; tile += kFilterThreads) from.cells[tile].sum = 0;
+  __syncthreads();
+  each_token(from, shared, from.threshold, [&](uint32_t token, float x) {
+    if (!from.keeps(x)) return;
+    Cell& cell = from.cells[token / kTile];
+    const uint64_t weight = Weigher{from.rate, cell.exponent}(x);
+    atomicAdd(reinterpret_cast<unsigned long long*>(&cell.sum), weight);
+  });
   __syncthreads();
 }
 
@@ -105,21 +183,25 @@ __device__ inline Scale block_scale(const Position& from) {
 }
 
 // The threshold of top-p over what `from` keeps, by a block.
-__device__ inline uint32_t top_p_threshold(const Position& from, float top_p) {
+__device__ __forceinline__ uint32_t top_p_threshold(const Position& from, FilterShared& shared,
+                                                    float top_p) {
   const Scale scale = block_scale(from);
-  const auto probability = [&](int token, float x) {
+  const auto probability = [&](uint32_t token, float x) {
     return Prober(from, scale, from.cells[token / kTile].exponent)(token, x);
   };
-  __shared__ unsigned long long total;
-  if (threadIdx.x == 0) total = 0;
+  if (threadIdx.x == 0) shared.total = 0;
   __syncthreads();
   uint64_t own = 0;
-  for (int token = threadIdx.x; token < from.vocabulary; token += kFilterThreads) {
-    own += probability(token, logit(from.logits, from.bfloat16, token));
-  }
-  atomicAdd(&total, own);
+  each_token(from, shared, from.threshold,
+             [&](uint32_t token, float x) { own += probability(token, x); });
+  atomicAdd(&shared.total, own);
   __syncthreads();
-  return largest_key(from, needed_of(total, top_p), probability);
+  const uint64_t needed = needed_of(shared.total, top_p);
+  return largest_key(shared, needed, [&](uint32_t least, auto add) {
+    each_token(from, shared, least, [&](uint32_t token, float x) {
+      add(key_of(x), [&] { return probability(token, x); });
+    });
+  });
 }
 
 // The threshold of min-p beside the largest logit, by a warp: 2 bits of the key, then 5 at a time.
@@ -137,40 +219,46 @@ __device__ inline uint32_t warp_min_p_threshold(float largest, float min_p, floa
 }
 
 // The threshold of min-p, by a block.
-__device__ inline uint32_t min_p_threshold(const Position& from, float min_p) {
-  __shared__ uint32_t threshold;
+__device__ inline uint32_t min_p_threshold(const Position& from, FilterShared& shared,
+                                           float min_p) {
   if (threadIdx.x < 32) {
     const float largest = warp_largest(from, Cells(from, 0));
     const uint32_t found = warp_min_p_threshold(largest, min_p, from.rate);
-    if (threadIdx.x == 0) threshold = found;
+    if (threadIdx.x == 0) shared.min_p_threshold = found;
   }
   __syncthreads();
-  return threshold;
+  return shared.min_p_threshold;
 }
 
 // Finds the threshold of a position and replaces its sums where its row filters, by a block.
 __device__ inline void filter(const Sampling& sampling, const Source& source, int64_t batch,
                               int position) {
+  __shared__ FilterShared shared;
   const Settings& settings = sampling.settings;
   const int32_t top_k = settings.top_k[batch];
   const float top_p = settings.top_p[batch], min_p = settings.min_p[batch];
   const Workspace& workspace = sampling.workspace;
   uint32_t* threshold =
       workspace.thresholds + batch * workspace.positions + source.first + position;
-  if (threadIdx.x == 0) *threshold = 0;
+  if (threadIdx.x == 0) *threshold = 0, shared.listed = kNone;
   __syncthreads();
   Position from(sampling, source, batch, position);
   if (from.greedy() || (top_k <= 0 && top_p >= 1 && min_p <= 0)) return;
   if (block_scale(from).certain != kNone) return;
 
-  const uint32_t least = min_p > 0 ? min_p_threshold(from, min_p) : 0;
+  const uint32_t least = min_p > 0 ? min_p_threshold(from, shared, min_p) : 0;
   if (top_k > 0) {
-    from.threshold = largest_key(from, top_k, [](int, float) { return uint64_t(1); });
-    sum_kept(from);
+    list_largest(from, shared, top_k);
+    from.threshold = largest_key(shared, top_k, [&](uint32_t least, auto add) {
+      each_token(from, shared, least, [&](uint32_t, float x) {
+        add(key_of(x), [] { return uint64_t(1); });
+      });
+    });
+    sum_kept(from, shared);
   }
-  if (top_p < 1) from.threshold = max(from.threshold, top_p_threshold(from, top_p));
+  if (top_p < 1) from.threshold = max(from.threshold, top_p_threshold(from, shared, top_p));
   from.threshold = max(from.threshold, least);
-  sum_kept(from);
+  sum_kept(from, shared);
   if (threadIdx.x == 0) *threshold = from.threshold;
 }
 

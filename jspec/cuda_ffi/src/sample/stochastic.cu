@@ -88,20 +88,34 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Target, Draft>)
   arrive<Target, Draft>(task, row, position, gridDim.x);
 }
 
-// As `filter`, a block a position of target or draft; then what the tiles' kernel does without
-// filters.
-template <typename Task, typename Target, typename Draft>
+// A source of logits, and a position of it.
+struct Place {
+  const Source& source;
+  int position;
+  bool counts;  // whether its row is so long
+
+  // Number `index` of the positions of the target, then the draft.
+  __device__ Place(const Sampling& sampling, int64_t row, int index)
+      : source(index < sampling.target.positions ? sampling.target : sampling.draft),
+        position(index - source.first),
+        counts(position + (index >= sampling.target.positions) <= length_of(sampling, row)) {}
+};
+
+// As `filter`, a block a position of target or draft.
 __global__ void __launch_bounds__(kFilterThreads)
-    filter_kernel(const __grid_constant__ Task task, int64_t first_row) {
-  const Sampling& sampling = task.sampling;
+    filter_kernel(const __grid_constant__ Sampling sampling, int64_t first_row) {
   const int64_t row = first_row + blockIdx.y;
-  const bool drafted = int(blockIdx.x) >= sampling.target.positions;
-  const Source& source = drafted ? sampling.draft : sampling.target;
-  const int position = blockIdx.x - source.first;
-  if (position + drafted > length_of(sampling, row)) return;
-  filter(sampling, source, row, position);
-  __syncthreads();
-  if (threadIdx.x < kThreads) arrive<Target, Draft>(task, row, position, 1);
+  const Place place(sampling, row, blockIdx.x);
+  if (place.counts) filter(sampling, place.source, row, place.position);
+}
+
+// What the tiles' kernel does without filters once a position is summed.
+template <typename Task, typename Target, typename Draft>
+__global__ void __launch_bounds__(kThreads)
+    arrive_kernel(const __grid_constant__ Task task, int64_t first_row) {
+  const int64_t row = first_row + blockIdx.y;
+  const Place place(task.sampling, row, blockIdx.x);
+  if (place.counts) arrive<Target, Draft>(task, row, place.position, 1);
 }
 
 // The residual's mass in each tile of the rejected rows, a warp a tile; the last block of a row
@@ -175,12 +189,15 @@ const char* launch(const Task& task, Stream stream) {
   const auto tiles = [&](dim3 grid, int64_t first) {
     tiles_kernel<Task, Target, Draft><<<grid, kThreads, 0, stream>>>(task, first, each);
   };
-  const auto filter = [&](dim3 grid, int64_t first) {
-    filter_kernel<Task, Target, Draft><<<grid, kFilterThreads, 0, stream>>>(task, first);
-  };
   const char* error = for_rows(sampling, blocks_of(sampling, each), workspace.positions, tiles);
   if (error || !sampling.filtered) return error;
-  return for_rows(sampling, workspace.positions, 1, filter);
+  const auto filter = [&](dim3 grid, int64_t first) {
+    filter_kernel<<<grid, kFilterThreads, 0, stream>>>(sampling, first);
+  };
+  if ((error = for_rows(sampling, workspace.positions, 1, filter))) return error;
+  return for_rows(sampling, workspace.positions, 1, [&](dim3 grid, int64_t first) {
+    arrive_kernel<Task, Target, Draft><<<grid, kThreads, 0, stream>>>(task, first);
+  });
 }
 
 }  // namespace
