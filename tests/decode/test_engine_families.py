@@ -43,7 +43,7 @@ def alone(name: str) -> list[tuple[int, ...]]:
     ("name", "draft"),
     default_run(
         itertools.product(FAMILIES, DRAFTS),
-        "gemma3-vegas",
+        "gpt_oss-ngram",
         slow=[f"{name}-{x}" for name in FAMILIES for x in DRAFTS if (name, x) not in QUICK],
     ),
 )
