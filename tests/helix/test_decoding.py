@@ -189,7 +189,7 @@ MORE = (
 @pytest.mark.parametrize(
     ("name", "kvp", "tpa"),
     [
-        *default_run(FIRST, "hata-2-2"),
+        *default_run(FIRST, "ngram-1-2"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
     ids=str,
