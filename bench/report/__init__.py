@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.report import branches, comparison, figures, papers, readme, rollouts, simulated
+from bench.report import branches, comparison, exact, figures, papers, readme, rollouts, simulated
 from bench.report.markdown import Line, refreshed, table
 from bench.report.questions import QUESTIONS, Question
 from bench.report.runs import JOINED, Run, read
@@ -58,6 +58,7 @@ def pages_of(results: Path, runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     return {
         "comparison.md": comparison.tables(runs),
         "drafting.md": {"trees": branches.timed(runs), "branches": branches.branches(results)},
+        "exact.md": exact.tables(runs),
         "papers.md": papers.tables(runs),
         "rollouts.md": rollouts.tables(runs),
         "simulator.md": simulated.tables(results),
