@@ -26,6 +26,9 @@ from jspec.typing import Array
 # About the seconds that a GPU waits for the host between two chunks, where the next one starts once
 # the last one is read: of a small model with one row, and until they are known.
 HOST_SECONDS = 0.002
+# A request that comes while a chunk is ahead waits for one chunk more. So in an engine a chunk must
+# take less than so many times what the host takes.
+MOST_HOST_TIMES = 10
 SYNC_TOKENS = 64  # tokens per pass of a drafter with a model that is synced after plain steps
 LATELY = 16  # chunks over which the share of rows that end is averaged
 
@@ -118,11 +121,15 @@ class Chunks:
         that of a chunk in which rows idle. How many rows end in the running chunk is estimated from
         ``left [B]``, the most tokens that each row commits from the running chunk on, and from how
         many did lately, as at stop tokens. Where other requests are ``waiting`` for rows, each row
-        that ends costs its share of a chunk; else only a chunk that no row needs costs anything, as
-        what is submitted next waits for it. Never where processes share a model, as they would have
-        to agree, nor where the time of steps is limited, as each program is waited for.
+        that ends costs its share of a chunk; else a chunk that no row needs is lost. Not in an
+        engine whose chunks are long, as what is submitted next waits for both. Never where
+        processes share a model, as they would have to agree, nor where the time of steps is
+        limited, as each program is waited for.
         """
         if self.is_shared or steps_are_limited():
+            return False
+        host_s = self._host_seconds()
+        if not self.together and self.last_s >= MOST_HOST_TIMES * host_s:
             return False
         goes_on = left > self.paces
         if not goes_on.any():
@@ -131,7 +138,7 @@ class Chunks:
             wasted = max(self._ending, np.mean((left > 0) & ~goes_on))
         else:
             wasted = self._ending ** int(goes_on.sum())
-        return bool(wasted * self.last_s < self._host_seconds())
+        return bool(wasted * self.last_s < host_s)
 
     @contextlib.contextmanager
     def clock_prefill(self) -> Iterator[None]:

@@ -57,12 +57,9 @@ def watch(monkeypatch):
     ("left", "last_s", "waiting", "expected"),
     [
         ([9, 0, 0, 0], 0.001, False, True),
-        ([9, 0, 0, 0], 15 * HOST_SECONDS, False, True),  # one row in 16 ends in each chunk
-        ([9, 0, 0, 0], 17 * HOST_SECONDS, False, False),
-        ([9, 4, 0, 0], 17 * HOST_SECONDS, False, True),  # one of them will need it
-        ([9, 4, 0, 0], 255 * HOST_SECONDS, False, True),
-        ([9, 4, 0, 0], 257 * HOST_SECONDS, False, False),
-        ([9, 4, 9, 2], 65536 * HOST_SECONDS, False, False),
+        ([9, 0, 0, 0], 9.9 * HOST_SECONDS, False, True),
+        ([9, 0, 0, 0], 10 * HOST_SECONDS, False, False),  # a long one
+        ([9, 4, 9, 2], 10 * HOST_SECONDS, False, False),
         ([8, 0, 0, 0], 0.001, False, False),  # nobody is left for it
         ([8, 3, 0, 1], 0.001, False, False),
         ([8, 4, 0, 0], 0.001, False, True),  # by the second row's own pace
@@ -79,6 +76,24 @@ def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, expected)
     assert not work.looks_ahead(np.array(left), waiting=waiting)  # nobody knows how long chunks are
     work.last_s, work.paces = last_s, np.array([8, 3, 8, 1])
     assert work.looks_ahead(np.array(left), waiting=waiting) is expected
+
+
+@pytest.mark.parametrize(
+    ("left", "chunks_as_long", "expected"),
+    [
+        ([9, 0, 0, 0], 15, True),  # one row in 16 ends in each chunk
+        ([9, 0, 0, 0], 17, False),
+        ([9, 4, 0, 0], 255, True),  # one of them will need it
+        ([9, 4, 0, 0], 257, False),
+        ([9, 4, 9, 2], 65535, True),
+    ],
+)
+def test_rows_that_begin_together_go_ahead_where_one_will_likely_need_it(
+    sharp, left, chunks_as_long, expected
+):
+    work = Chunks(options_of(sharp), 4, together=True)
+    work.last_s, work.paces = chunks_as_long * HOST_SECONDS, np.array([8, 3, 8, 1])
+    assert work.looks_ahead(np.array(left)) is expected
 
 
 def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
@@ -105,7 +120,7 @@ def test_where_rows_end_often_the_next_chunk_waits_for_the_next_request(sharp):
 
 def test_where_the_host_is_slow_a_longer_chunk_is_worth_it(sharp, monkeypatch):
     """Every other row ends in each chunk, and a chunk takes a second."""
-    work, now = Chunks(options_of(sharp), 2), [0.0]
+    work, now = Chunks(options_of(sharp), 2, together=True), [0.0]
     monkeypatch.setattr(chunks.time, "perf_counter", lambda: now[0])
     record = StepRecord.of(np.zeros(2, int), np.array([True, False]), np.array([[0, 1]] * 2))
     record = jax.tree.map(lambda x: x[None], record)
@@ -142,7 +157,7 @@ def test_the_next_chunk_starts_before_the_last_one_is_read(engine, watch, alone)
 def test_no_slot_idles_for_long_while_others_wait_for_it(waiting, sharp, watch, monkeypatch):
     """One of two rows ends in the fifth chunk, in any case, which is not followed before it is
     read where a prompt waits for the slot that is not whole by then."""
-    observed, finish = watch(0.1), Chunks.finish
+    observed, finish = watch(0.2), Chunks.finish
 
     def finished(self, chunk):
         record = finish(self, chunk)
