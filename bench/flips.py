@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jspec
 from bench import ceilings
 from bench.cases import Case
 from bench.drafters import ALL, BY_HASHES, EXACT, FEW, PLAIN, Drafting
-from bench.point import Row, row
-from bench.program import failure
+from bench.point import Row, row, row_without
+from bench.program import compiler_pool, failure
 from bench.real.cell import Cell
 from bench.real.check import first_difference
 from bench.settings import Settings, bar
@@ -57,9 +56,8 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
         return
     orders = {batch: [i % count for i in range(-(-count // batch) * batch)] for batch in case["B"]}
     cells = {batch: cell.batched(order, batch) for batch, order in orders.items()}
-    pool = ThreadPoolExecutor(len(draftings))  # those of the first batch are ready first
     expected = None
-    try:
+    with compiler_pool(len(draftings)) as pool:  # those of the first batch are ready first
         for each in cells.values():
             each.compiling(pool, [(drafting, "greedy") for drafting in draftings])
         for batch, each in cells.items():
@@ -68,8 +66,7 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
                 try:
                     answers, figures = decoded(each, drafting, case["new"])
                 except Exception as error:
-                    reason = failure(drafting.name, error).reason
-                    yield row("flips", at, drafting.name, checked=False, reason=reason)
+                    yield row_without("flips", at, failure(drafting.name, error))
                     if expected is None:
                         return
                     continue
@@ -79,8 +76,6 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
                 figures = compared(answers, expected, orders[batch], fell_back) | figures
                 checked = not figures["flips"] if level else None
                 yield row("flips", at, drafting.name, checked=checked, **figures)
-    finally:  # Ctrl-C does not wait for the compiler
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def drafting_of(name: str, gamma: int, model: jspec.Decoder, level: Exact | None) -> Drafting:

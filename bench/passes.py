@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ import numpy as np
 import jspec
 from bench.cases import Case
 from bench.drafters import EXACT
-from bench.point import Row, row
-from bench.program import failure
+from bench.point import Row, row, row_without
+from bench.program import compiler_pool, failure
 from bench.settings import Settings, bar
 from bench.suite import Benchmark
 from bench.texts import texts
@@ -65,8 +64,7 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
         return
     names = [PLAIN, *(name for name in NAMES if settings.wants(name))]
     passes = {name: Passes(name, exact, case) for name in names}
-    pool = ThreadPoolExecutor()
-    try:
+    with compiler_pool() as pool:
         programs = {name: pool.submit(passes[name].compiled, model) for name in names}
         # A token of a model's own tokenizer may have more bytes than `texts` counts on.
         longer = texts(tokenizer, range(case["texts"]), 2 * case["S"])
@@ -79,8 +77,7 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
                 begin = time.perf_counter()
                 digests = passes[name].of(program, model, ids[order])
             except Exception as error:
-                reason = failure(name, error).reason
-                yield row("passes", case, name, checked=False, reason=reason)
+                yield row_without("passes", case, failure(name, error))
                 if name == PLAIN:
                     return
                 continue
@@ -93,8 +90,6 @@ def rows(case: Case, settings: Settings) -> Iterator[Row]:
             figures |= compared(digests, expected[order], order)
             checked = not figures["differing"] if exact else None
             yield row("passes", case, name, checked=checked, **figures)
-    finally:  # Ctrl-C does not wait for the compiler
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def compared(digests: np.ndarray, expected: np.ndarray, order: np.ndarray) -> Row:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -51,6 +52,16 @@ class Source:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donated: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def compiler_pool(workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
+    """Threads that compile. Leaving it drops what has not begun, so that Ctrl-C does not wait."""
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def compile_all(

@@ -121,9 +121,9 @@ def refined(
     """The rules of ``before``, each fitted to the points that it applies to.
 
     A rule that applies to no point stays as it is, and so does one that costs no more than what is
-    fitted. What costs less holds up to the sizes that were measured for it, and the rule that it
-    was fitted in place of stays for larger ones. Rules have no lower bounds: it holds for smaller
-    sizes too. A rule that the next one repeats is dropped.
+    fitted. What costs less holds up to the sizes at which its first backend was measured, and the
+    rule that it was fitted in place of stays for larger ones. Rules have no lower bounds: it holds
+    for smaller sizes too. A rule that the next one repeats is dropped.
 
     Args:
         operation: whose backends are ordered.
@@ -151,7 +151,7 @@ def refined(
 
 
 def _bounded(fitted: Sequence[Rule], points: Sequence[Point], before: Rule) -> list[Rule]:
-    """The rules fitted to ``points``, each up to the sizes of those points that it applies to.
+    """The rules fitted to ``points``, each up to the sizes at which its first backend ran.
 
     ``before`` is the rule that these points reach. A rule that would only change what comes after
     the first backend of ``before`` takes its order.
@@ -162,7 +162,8 @@ def _bounded(fitted: Sequence[Rule], points: Sequence[Point], before: Rule) -> l
         rest = [point for point in rest if not _applies(rule, point)]
         is_same = rule.take[0] == before.take[0] and set(rule.take) <= set(before.take)
         take = before.take if is_same else rule.take
-        rules += [Rule(sizes, take) for sizes in _largest(reached)]
+        ran = [point for point in reached if take[0] in point.ratios]
+        rules += [Rule(sizes, take) for sizes in _largest(ran)]
     while rules and list(rules[-1].take) == list(before.take):
         rules.pop()  # ``before`` follows
     return rules

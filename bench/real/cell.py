@@ -8,7 +8,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from bench import point
 from bench.ceilings import Ceilings
 from bench.decode import floors, kernels
 from bench.drafters import PLAIN, Drafting, params_of
+from bench.program import compiler_pool
 from bench.real import check
 from bench.real.answers import repeats
 from bench.settings import bar
@@ -125,14 +126,11 @@ class Cell:
 
     def compile(self, programs: Sequence[tuple[Drafting, str]]) -> None:
         """Compile the steps of these drafters and samplings, several at a time."""
-        pool = ThreadPoolExecutor(WORKERS)
-        try:
+        with compiler_pool(WORKERS) as pool:
             futures = self.compiling(pool, programs)
             with bar("compile", len(futures)) as advance:
                 for _ in as_completed(futures):
                     advance()
-        finally:  # Ctrl-C does not wait for the compiler
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def compiling(
         self, pool: Executor, programs: Sequence[tuple[Drafting, str]]

@@ -12,8 +12,8 @@ WORDS = {
     "many tokens, and by verification that scores keys (*vegas*). *compared*: positions of each; "
     "their rows are shuffled, and batches differ.",
     "flips": "Requests whose greedy tokens are not those of plain decoding at the first batch of "
-    "their run, by drafter; in brackets those whose draft could not be exact. Batches of more than "
-    "there are prompts decode some twice.",
+    "their run, by drafter; in brackets those whose draft could not be exact. A batch with more "
+    "rows than prompts repeats some.",
 }
 LABELS = 4
 

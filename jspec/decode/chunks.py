@@ -23,12 +23,12 @@ from jspec.decode.step import decode_chunk, sync_drafter
 from jspec.processes import steps_are_limited
 from jspec.typing import Array
 
-# About the seconds that a GPU waits for the host between two chunks, where the next one starts once
-# the last one is read: of a small model with one row, and until they are known.
+# Least seconds that the host is taken to need between two chunks, about what one row of a small
+# model takes: the GPU waits for so long where the next chunk starts once the last one is read.
 HOST_SECONDS = 0.002
-# A request that comes while a chunk is ahead waits for one chunk more. So in an engine a chunk must
-# take less than so many times what the host takes.
-MOST_HOST_TIMES = 10
+# An engine runs ahead where a chunk takes less than so many times the seconds of the host: a
+# request that is submitted meanwhile waits for both chunks.
+MAX_CHUNK_RATIO = 10
 SYNC_TOKENS = 64  # tokens per pass of a drafter with a model that is synced after plain steps
 LATELY = 16  # chunks over which the share of rows that end is averaged
 
@@ -99,9 +99,10 @@ class Chunks:
         self.seconds = {"prefill_s": 0.0, "decode_s": 0.0}
         self.last_s = math.inf
         self.paces = np.zeros(count, np.int32)
-        # The share of rows that ended in each of the last chunks: one by one, at first.
+        # Moving averages: the share of live rows that end in a chunk, of which one in `LATELY` is
+        # the prior, and the seconds from the end of a chunk to the start of the next one.
         self._ending = 1 / LATELY
-        self._host_s = 0.0  # from the end of a chunk to the start of another, of late
+        self._host_s = 0.0
         self._ended_at: float | None = None  # when a chunk was finished, until another one starts
         self._plain_steps = 0  # since the drafter last drafted
         self.is_shared = is_shared(options.models.target)
@@ -117,19 +118,20 @@ class Chunks:
     def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
         """Whether the next chunk is to start before the running one is finished.
 
-        Where it saves more than it costs: the time that the device would wait for the host against
-        that of a chunk in which rows idle. How many rows end in the running chunk is estimated from
-        ``left [B]``, the most tokens that each row commits from the running chunk on, and from how
-        many did lately, as at stop tokens. Where other requests are ``waiting`` for rows, each row
-        that ends costs its share of a chunk; else a chunk that no row needs is lost. Not in an
-        engine whose chunks are long, as what is submitted next waits for both. Never where
-        processes share a model, as they would have to agree, nor where the time of steps is
-        limited, as each program is waited for.
+        Where that saves more than it wastes: the seconds that the device would wait for the host
+        against the expected seconds of a chunk that are wasted. With other requests ``waiting`` for
+        rows, these are the share of rows that end in the running chunk, as they idle through the
+        next; otherwise the probability that all rows end in it. Both are estimated from
+        ``left [B]``, the most tokens that each row commits from the running chunk on, and from the
+        share of rows that ended in the last chunks, as at stop tokens. An engine whose chunks are
+        long does not run ahead: what is submitted next would wait for two. Nor do processes that
+        share a model, which would have to agree, nor does a run whose steps have a time limit,
+        where each program is waited for.
         """
         if self.is_shared or steps_are_limited():
             return False
         host_s = self._host_seconds()
-        if not self.together and self.last_s >= MOST_HOST_TIMES * host_s:
+        if not self.together and self.last_s >= MAX_CHUNK_RATIO * host_s:
             return False
         goes_on = left > self.paces
         if not goes_on.any():
@@ -266,17 +268,18 @@ class Chunks:
         if tokens.any():
             # A row that was idle is taken to be fast.
             self.paces = np.where(tokens > 0, tokens, tokens.max())
-        is_seen = tokens > 0
-        is_seen[list(filled)] = False
-        if is_seen.any():
-            self._ending += (float(np.mean(record.done[-1][is_seen])) - self._ending) / LATELY
+        is_live = tokens > 0
+        is_live[list(filled)] = False
+        if is_live.any():
+            self._ending += (float(np.mean(record.done[-1][is_live])) - self._ending) / LATELY
 
     def _host_seconds(self) -> float:
         """What the host takes between two chunks."""
         return max(self._host_s, HOST_SECONDS)
 
     def _watch_host(self) -> None:
-        """Update what the host takes between chunks; a caller who is away counts as one chunk."""
+        """Update the seconds of the host between chunks, at most those of a chunk: beyond that, the
+        caller was away."""
         if self._ended_at is not None:
             seconds = min(self._now() - self._ended_at, self.last_s)
             self._host_s += (seconds - self._host_s) / LATELY

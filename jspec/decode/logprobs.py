@@ -17,7 +17,7 @@ from jspec.ops.vocabulary import Axes, Vocabulary
 from jspec.typing import Array, Model
 
 CHUNK = 64  # tokens a row whose logits are in memory at once
-FUSED_HALVINGS = 3  # of a sum: XLA fuses no number into a kernel that it would compute 16 times
+FUSED_HALVINGS = 3  # of a sum in one kernel: with 4 each term would be computed 16 times
 
 if TYPE_CHECKING:
     from jspec.decode.state import DecodeState
@@ -203,8 +203,8 @@ def _sums_by_halves(*terms: Array) -> Array:
     """The sum of each of ``terms [..., V]`` over the last axis, stacked.
 
     Its order, unlike that of a reduction, is that of its size alone, so that the bits of a row do
-    not depend on its batch. The barriers keep every few halvings apart: fused, each number of the
-    last one would compute all those before it.
+    not depend on its batch. The barriers end a kernel every `FUSED_HALVINGS`: without
+    them XLA would compute each partial sum again wherever it is used.
     """
     sums = jnp.stack([_halved(x) for x in terms])
     while sums.shape[-1] > 1:

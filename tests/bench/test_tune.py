@@ -110,6 +110,15 @@ def test_a_choice_holds_up_to_the_largest_sizes_measured_for_it():
     ]
 
 
+def test_a_choice_does_not_hold_for_larger_sizes_at_which_others_alone_were_measured():
+    before = [Rule({}, ["two", "one", "xla"])]
+    points = [point(8, 2, one=1.0, two=2.0), point(64, 2, two=1.0, xla=1.5)]
+    assert refined(TOY, points, before) == [
+        Rule({"batch": 8, "gamma": 2}, ["one", "two", "xla"]),
+        *before,
+    ]
+
+
 def test_a_rule_stays_for_values_below_its_bound_that_were_not_measured():
     before = [Rule({"gamma": 4}, ["two", "xla"]), Rule({}, ["xla"])]
     points = [point(batch, 2, two=2.0, one=1.0) for batch in (1, 8)]

@@ -163,6 +163,9 @@ def _xla(
     return finish(sums, tokens, q.dtype)
 
 
+MAX_SLOTS = 4096  # of `ALL_SLOTS`, whose list is a constant of the program
+
+
 def _all_slots(
     q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
 ) -> tuple[Array, Array]:
@@ -190,12 +193,16 @@ def _refuses_all_slots(
     q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
 ) -> str | None:
     """Why `_all_slots` cannot take these arguments, or None."""
-    del k, v, positions, scale, softcap, value_size
+    del v, positions, scale, softcap, value_size
     if q.shape[1] > 1:
         return f"T={q.shape[1]} tokens would read different slots"
     if key_positions is not None or window is not None:
         return f"window={window} or key_positions leave slots out"
-    return None if table is None else IN_BLOCKS
+    if table is not None:
+        return IN_BLOCKS
+    if k.shape[1] > MAX_SLOTS:
+        return f"S={k.shape[1]} is over {MAX_SLOTS}: the kernels of attention are faster there"
+    return None
 
 
 def gathered_sizes(
@@ -271,5 +278,6 @@ GATHERED = Operation(
     gathered_sizes,
     _cases,
 )
-# Of `jspec.ops.attention`: for short rows, whose kernels take longer to begin than to read.
+# Of `jspec.ops.attention`, for short contexts: its own kernels take longer to start than to read
+# these.
 ALL_SLOTS = Backend("gathered", _all_slots, _refuses_all_slots, composite=True)
