@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import numpy as np
 from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.dispatch import Backend
+from jspec.ops.attention.dense import IN_BLOCKS
 from jspec.ops.attention.gathered import gathered_sizes
 from jspec.typing import Array
 
@@ -22,6 +25,7 @@ FEW_ROWS = 8  # T * G up to which a block shares a part, and merges what its war
 MAX_CHUNK = MAX_LISTED // MAX_PARTS
 MAX_SHARED_CHUNK = 16384
 MAX_BATCH = 65535
+MAX_ALL = 4096  # slots of a row that `ALL_SLOTS` reads
 
 
 def gathered_cuda(
@@ -42,25 +46,47 @@ def gathered_cuda(
     """The CUDA backend of `jspec.ops.gathered_attention`."""
     del log_weights, softcap, value_size  # None: `refuses`
     assert v is not None  # `refuses`
-    blocks = tuned.block("gathered_attention", "cuda", gathered_sizes(q, k, v, positions, selected))
+    sizes = gathered_sizes(q, k, v, positions, selected)
+    lists = (selected, tail, context_len, *(() if counts is None else (counts,)))
+    return _attend(q, k, v, positions, lists, sizes, scale=scale, all_slots=False)
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    lists: Sequence[Array],
+    sizes: Mapping[str, int],
+    *,
+    scale: float,
+    all_slots: bool,
+) -> tuple[Array, Array]:
+    """Call the kernel.
+
+    ``lists``: selected, tail, context_len and, if there are any, counts. ``sizes``: of
+    `gathered_sizes`. ``all_slots``: whether the slots 0, 1, ... are selected; the array is empty.
+    """
+    blocks = tuned.block("gathered_attention", "cuda", sizes)
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
     rows = tokens * heads // kv_heads
     max_chunk = MAX_SHARED_CHUNK if rows <= FEW_ROWS else MAX_CHUNK
-    parts = parts_of(selected.shape[-1] + tail.shape[1], min(blocks["chunk"], max_chunk))
+    listed = sizes["selected"] + lists[1].shape[1]
+    parts = parts_of(listed, min(blocks["chunk"], max_chunk))
     lead = (batch, kv_heads, parts, rows)
     shapes = (q.shape[:3], (*lead, size), (*lead, 2))
     floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     out, lse, *_ = library.call(
         "gathered_attention",
         (jax.ShapeDtypeStruct(q.shape, q.dtype), *floats),
-        *(q, k, v, positions, selected, tail, context_len),
-        *(() if counts is None else (counts,)),
+        *(q, k, v, positions, *lists),
         vmap_method="sequential",
         scale=np.float32(scale),
         parts=np.int32(parts),
         stages=np.int32(blocks["stages"]),
         warps=np.int32(blocks["warps"]),
+        all_slots=np.bool_(all_slots),
     )
     return out, lse
 
@@ -78,8 +104,8 @@ def refuses(
     q: Array,
     k: Array,
     v: Array | None,
-    selected: Array,
-    tail: Array,
+    selected_count: int,
+    tail_count: int,
     *,
     log_weights: Array | None,
     scale: float,
@@ -87,7 +113,7 @@ def refuses(
 ) -> str | None:
     """Why the kernel cannot take these arguments, or None."""
     batch, tokens, heads, size = q.shape
-    listed = selected.shape[-1] + tail.shape[1]
+    listed = selected_count + tail_count
     if v is None:
         return "the values are in the keys"
     if len(k) != batch:
@@ -100,8 +126,8 @@ def refuses(
         return f"softcap={softcap} or log_weights are passed: the kernel supports neither"
     if not scale > 0:
         return f"scale={scale} is not positive"
-    if 0 in q.shape or 0 in k.shape or not selected.shape[-1]:
-        return f"q {q.shape}, k {k.shape} or selected {selected.shape} is empty"
+    if 0 in q.shape or 0 in k.shape or not selected_count:
+        return f"q {q.shape}, k {k.shape} or the selection of {selected_count} slots is empty"
     if listed > MAX_LISTED:
         return f"n + m = {listed} slots are over {MAX_LISTED}"
     if batch > MAX_BATCH:
@@ -128,9 +154,44 @@ def _supports(
 ) -> str | None:
     del positions, context_len, counts, value_size
     settings = {"log_weights": log_weights, "scale": scale, "softcap": softcap}
-    if reason := refuses(q, k, v, selected, tail, **settings):
+    if reason := refuses(q, k, v, selected.shape[-1], tail.shape[1], **settings):
+        return reason
+    return library.refusal("gathered")
+
+
+def _all_slots(
+    q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
+) -> tuple[Array, Array]:
+    """`jspec.ops.attention` of one token a row: the selection is all slots that the row fills."""
+    del key_positions, window, softcap, value_size, table  # None: `_refuses_all_slots`
+    batch, slots = k.shape[:2]
+    none, start = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)
+    counts = jnp.clip(positions[:, 0] + 1, 0, slots)
+    of_all = jax.ShapeDtypeStruct((batch, slots), jnp.int32)
+    sizes = gathered_sizes(q, k, v, positions, of_all)
+    lists = (none, none, start, counts)
+    return _attend(q, k, v, positions, lists, sizes, scale=scale, all_slots=True)
+
+
+def _refuses_all_slots(
+    q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
+) -> str | None:
+    """Why `_all_slots` cannot take these arguments, or None."""
+    del positions, value_size
+    if q.shape[1] > 1:
+        return f"T={q.shape[1]} tokens would read different slots"
+    if key_positions is not None or window is not None:
+        return f"window={window} or key_positions leave slots out"
+    if table is not None:
+        return IN_BLOCKS
+    if k.shape[1] > MAX_ALL:
+        return f"S={k.shape[1]} is over {MAX_ALL}: the kernels of attention are faster there"
+    if reason := refuses(q, k, v, k.shape[1], 0, log_weights=None, scale=scale, softcap=softcap):
         return reason
     return library.refusal("gathered")
 
 
 GATHERED = Backend("cuda", gathered_cuda, _supports)
+# Of `jspec.ops.attention`, for short contexts: its own kernels take longer to start than to read
+# these.
+ALL_SLOTS = Backend("gathered", _all_slots, _refuses_all_slots)

@@ -11,7 +11,7 @@ import pytest
 
 from jspec import tuned
 from jspec.cuda_ffi import library
-from jspec.cuda_ffi.gathered import GATHERED, parts_of
+from jspec.cuda_ffi.gathered import ALL_SLOTS, GATHERED, parts_of
 from jspec.ops.attention.gathered import gathered_attention
 from tests.cuda_ffi.emulated import emulated
 from tests.ops.attention.test_gathered import Case, brute_force, inputs
@@ -133,6 +133,31 @@ def test_padding_may_hold_anything(case, kernel):
         np.testing.assert_array_equal(got, want)
 
 
+@by_name([CASES[0], CASES[7]])
+@pytest.mark.parametrize("chunk", [4096, 64])
+def test_all_slots_are_those_of_a_list_of_them(case, chunk, kernel):
+    """Slots after a row's last token may hold anything; a row may read none, or more than all."""
+    rng = np.random.default_rng(0)
+    lengths, slots = np.array([0, 170, 201], np.int32), 200
+    q = rng.standard_normal((3, 1, case.heads, case.size)).astype(jnp.bfloat16)
+    k, v = rng.standard_normal((2, 3, slots, case.kv_heads, case.size)).astype(jnp.bfloat16)
+    k[np.arange(slots) >= lengths[:, None]] = v[np.arange(slots) >= lengths[:, None]] = np.nan
+    positions = lengths[:, None] - 1
+    static = {"scale": 0.1, "softcap": None, "value_size": None}
+    every = np.tile(np.arange(slots, dtype=np.int32), (3, 1))
+    none, start = np.zeros((3, 0), np.int32), np.zeros(3, np.int32)
+    with tuned.use_blocks(SameBlocks(chunk, 2, 4)):
+        listed = jax.jit(functools.partial(GATHERED.run, **static))
+        want = listed(q, k, v, positions, every, none, start, counts=np.minimum(lengths, slots))
+        static |= {"key_positions": None, "window": None}
+        if reason := ALL_SLOTS.supports(q, k, v, positions, **static):
+            pytest.skip(reason)
+        got = jax.jit(functools.partial(ALL_SLOTS.run, **static))(q, k, v, positions)
+    assert np.isfinite(np.asarray(want[0], np.float32)).all()
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("listed", "chunk", "parts"),
     [(1, 128, 1), (129, 128, 2), (513, 128, 5), (8193, 128, 32), (40, 8, 3), (9000, 2048, 5)],
@@ -150,8 +175,8 @@ def test_a_part_has_about_a_chunk_of_slots(listed, chunk, parts):
         ({"scale": -1.0}, "scale=-1.0 is not positive"),
         ({"count": 65536}, r"n \+ m = 65540 slots are over 65536"),
         ({"batch": 65536}, "B=65536 is over 65535"),
-        ({"count": 0}, r"selected \(2, 0\) is empty"),
-        ({"slots": 0}, r"k \(2, 0, 1, 64\) or selected .* is empty"),
+        ({"count": 0}, "or the selection of 0 slots is empty"),
+        ({"slots": 0}, r"k \(2, 0, 1, 64\) or the selection of 99 .* is empty"),
     ],
     ids=["size", "dtype", "softcap", "scale", "listed", "batch", "nothing", "empty"],
 )

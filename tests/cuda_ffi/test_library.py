@@ -236,7 +236,7 @@ CALLS = {
         [*ATTENDED, SELECTED, TAIL, LENGTHS, ((B, 2), jnp.int32)],
         [HALVES[0], ((B, 3, 4), jnp.float32), *[((B, 2, 3, 6, n), jnp.float32) for n in (64, 2)]],
         {"scale": np.float32(0.1), "parts": np.int32(3), "stages": np.int32(2)}
-        | {"warps": np.int32(4)},
+        | {"warps": np.int32(4), "all_slots": np.bool_(False)},
         None,
     ),
     "hash_select": (

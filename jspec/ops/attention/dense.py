@@ -308,7 +308,7 @@ ATTENTION = Operation(
     {
         "xla": Backend("xla", _xla, always),
         "xla_blocked": Backend("xla_blocked", _xla_blocked, always),
-        "gathered": "jspec.ops.attention.gathered:ALL_SLOTS",
+        "gathered": "jspec.cuda_ffi.gathered:ALL_SLOTS",
         "pallas": "jspec.pallas.attention:ATTENTION",
         "triton": "jspec.triton.attention:ATTENTION",
         "exact": "jspec.triton.attention:EXACT",

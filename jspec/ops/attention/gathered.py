@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.dispatch import Backend, Case, Operation, always
-from jspec.ops.attention.dense import IN_BLOCKS, check_heads, values_in
+from jspec.ops.attention.dense import check_heads, values_in
 from jspec.ops.attention.softmax import accumulate, empty_sums, finish, grouped
 from jspec.ops.cached import FLOAT8
 from jspec.typing import Array
@@ -163,50 +164,8 @@ def _xla(
     return finish(sums, tokens, q.dtype)
 
 
-MAX_SLOTS = 4096  # of `ALL_SLOTS`, whose list is a constant of the program
-
-
-def _all_slots(
-    q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
-) -> tuple[Array, Array]:
-    """`jspec.ops.attention` of one token a row: the selection is all slots that the row fills."""
-    del key_positions, window, table  # None: `_refuses_all_slots`
-    batch, slots = k.shape[:2]
-    return GATHERED(
-        q,
-        k,
-        v,
-        positions,
-        # A constant, which no layer computes again.
-        jnp.asarray(np.tile(np.arange(slots, dtype=np.int32), (batch, 1))),
-        jnp.zeros((batch, 0), jnp.int32),
-        jnp.zeros(batch, jnp.int32),
-        counts=jnp.clip(positions[:, 0] + 1, 0, slots),
-        log_weights=None,
-        scale=scale,
-        softcap=softcap,
-        value_size=value_size,
-    )
-
-
-def _refuses_all_slots(
-    q, k, v, positions, *, key_positions, scale, window, softcap, value_size, table=None
-) -> str | None:
-    """Why `_all_slots` cannot take these arguments, or None."""
-    del v, positions, scale, softcap, value_size
-    if q.shape[1] > 1:
-        return f"T={q.shape[1]} tokens would read different slots"
-    if key_positions is not None or window is not None:
-        return f"window={window} or key_positions leave slots out"
-    if table is not None:
-        return IN_BLOCKS
-    if k.shape[1] > MAX_SLOTS:
-        return f"S={k.shape[1]} is over {MAX_SLOTS}: the kernels of attention are faster there"
-    return None
-
-
 def gathered_sizes(
-    q: Array, k: Array, v, positions, selected: Array, *args, **kwargs
+    q: Array, k: Array, v, positions, selected: Array | jax.ShapeDtypeStruct, *args, **kwargs
 ) -> dict[str, int]:
     """The sizes that backends are ordered by.
 
@@ -278,6 +237,3 @@ GATHERED = Operation(
     gathered_sizes,
     _cases,
 )
-# Of `jspec.ops.attention`, for short contexts: its own kernels take longer to start than to read
-# these.
-ALL_SLOTS = Backend("gathered", _all_slots, _refuses_all_slots, composite=True)

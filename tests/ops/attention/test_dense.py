@@ -413,8 +413,7 @@ def test_bad_shapes_are_refused(change, message):
         jax.eval_shape(functools.partial(attention, **rest), **arrays)
 
 
-def test_all_slots_are_listed_for_short_contexts_alone():
-    """The list is a constant of the program."""
+def test_all_slots_are_selected_for_short_contexts_alone():
     x = [jax.ShapeDtypeStruct((2, n, 2, 8), jnp.float32) for n in (1, 4104, 4104)]
     positions = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     with pytest.raises(BackendError, match="gathered: S=4104 is over 4096"):

@@ -16,7 +16,7 @@ struct Gathered {
   const uint16_t* k;           // [batch, slots, kv_heads, channels]
   const uint16_t* v;           // as k
   const int32_t* positions;    // [batch, tokens], -1 for padding
-  const int32_t* selected;     // [batch, lists, selected_count], -1 for none
+  const int32_t* selected;     // [batch, lists, selected_count], -1 for none; null: 0, 1, ...
   const int32_t* tail;         // [batch, tail_count], -1 for none
   const int32_t* context_len;  // [batch], the position of the first slot of the tail
   const int32_t* counts;       // [batch, lists], or null: all of a list

@@ -23,7 +23,7 @@ const char* gathered_attention(const Gathered& g, Stream) {
       slots.push_back(g.tail[row * g.tail_count + i]);
     }
     for (int i = 0; i < count && position >= 0; ++i) {
-      slots.push_back(g.selected[list * g.selected_count + i]);
+      slots.push_back(g.selected ? g.selected[list * g.selected_count + i] : i);
     }
     slots.erase(std::remove_if(slots.begin(), slots.end(), [](int x) { return x < 0; }),
                 slots.end());

@@ -4,11 +4,12 @@
 
 namespace jspec {
 
-// The counts of lists are the last argument, if there are any. After output and log-sum-exp come
-// two arrays of partial results, which the kernels pass on.
+// The counts of lists are the last argument, if there are any. With all_slots, selected has no
+// slots: a list is those of the cache in order. After output and log-sum-exp come two arrays of
+// partial results, which the kernels pass on.
 ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
                            ffi::RemainingRets results, float scale, int32_t parts,
-                           int32_t stages, int32_t warps) {
+                           int32_t stages, int32_t warps, bool all_slots) {
   const bool counted = arguments.size() == 8;
   ffi::Error error = check_count(arguments, 7 + counted, results, 4);
   if (error.failure()) return error;
@@ -21,7 +22,8 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
   }
   const int64_t batch = q[0], tokens = q[1], heads = q[2], channels = q[3];
   const int64_t slots = k[1], kv_heads = k[2], group = kv_heads > 0 ? heads / kv_heads : 0;
-  const int64_t rows = tokens * group, count = selected.back(), tail_count = tail[1];
+  const int64_t rows = tokens * group, tail_count = tail[1];
+  const int64_t count = all_slots ? slots : selected.back();
   const int64_t lists = selected.size() == 2 ? 1 : kv_heads;
   const bool fits = group * kv_heads == heads && rows >= 1 && batch >= 1 &&
                     batch <= kMaxBatch && slots >= 1 &&
@@ -49,7 +51,7 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
                                 {"selected", S32, of_lists},
                                 {"tail", S32, {tail_count}},
                                 {"context_len", S32, {}}};
-  wanted[4].sizes.push_back(count);
+  wanted[4].sizes.push_back(all_slots ? 0 : count);
   if (counted) wanted.push_back({"counts", S32, of_lists});
   wanted.insert(wanted.end(), {{"out", BF16, {tokens, heads, channels}},
                                {"lse", F32, {tokens, heads}},
@@ -62,12 +64,13 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
   const auto integers = [&](size_t i) { return buffers.data<int32_t>(i); };
   const auto narrowed = [](int64_t x) { return static_cast<int32_t>(x); };
   return launched(gathered_attention(
-      Gathered{values(0), values(1), values(2), integers(3), integers(4), integers(5), integers(6),
-               counted ? integers(7) : nullptr, values(first), buffers.data<float>(first + 1),
-               buffers.data<float>(first + 2), buffers.data<float>(first + 3), narrowed(batch),
-               narrowed(slots), narrowed(kv_heads), narrowed(tokens), narrowed(group),
-               narrowed(channels), narrowed(lists), narrowed(count), narrowed(tail_count), parts,
-               stages, warps, scale},
+      Gathered{values(0), values(1), values(2), integers(3), all_slots ? nullptr : integers(4),
+               integers(5), integers(6), counted ? integers(7) : nullptr, values(first),
+               buffers.data<float>(first + 1), buffers.data<float>(first + 2),
+               buffers.data<float>(first + 3), narrowed(batch), narrowed(slots),
+               narrowed(kv_heads), narrowed(tokens), narrowed(group), narrowed(channels),
+               narrowed(lists), narrowed(count), narrowed(tail_count), parts, stages, warps,
+               scale},
       stream));
 }
 
@@ -75,6 +78,10 @@ ffi::Error attend_selected(Stream stream, ffi::RemainingArgs arguments,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jspec_gathered_attention, jspec::attend_selected,
-    JSPEC_BIND().Attr<float>("scale").Attr<int32_t>("parts").Attr<int32_t>("stages").Attr<int32_t>(
-        "warps"),
+    JSPEC_BIND()
+        .Attr<float>("scale")
+        .Attr<int32_t>("parts")
+        .Attr<int32_t>("stages")
+        .Attr<int32_t>("warps")
+        .Attr<bool>("all_slots"),
     {jspec::ffi::Traits::kCmdBufferCompatible});

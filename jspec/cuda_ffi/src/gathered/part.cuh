@@ -63,7 +63,11 @@ struct Part {
     const int count = g.counts ? min(max(g.counts[list], 0), g.selected_count) : g.selected_count;
     entries = g.tail_count + count;
     const int32_t* tail = g.tail + int64_t(batch_row) * g.tail_count;
-    const int32_t* selected = g.selected + list * g.selected_count - g.tail_count;
+    const int64_t offset = list * g.selected_count - g.tail_count;
+    const auto slot_at = [&](int entry) {
+      if (entry < g.tail_count) return __ldg(tail + entry);
+      return g.selected ? __ldg(g.selected + offset + entry) : entry - g.tail_count;
+    };
     // A few loads at once: none waits for another.
 #pragma unroll 1
     for (int at = thread, entry = first_entry(); entry < end();) {
@@ -71,7 +75,7 @@ struct Part {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int there = entry + i * parts * kThreads;
-        slots[i] = there < entries ? __ldg((there < g.tail_count ? tail : selected) + there) : -1;
+        slots[i] = there < entries ? slot_at(there) : -1;
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i, at += kThreads, entry += parts * kThreads) {
