@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from bench.point import Row
 from bench.report.markdown import Line, distinct, ratio, table
 from bench.report.runs import Run
+from bench.rollouts.differences import EDGES
 from bench.serving import ROLLOUT
 
 SUITES = ("rollouts", "serving")
 ENGINES = {"tunix": "Tunix's sampler", "none": "jspec, no drafts"}
+SHOWN = (1e-3, 1e-2, 3e-2, 0.1, 0.3)  # the edges between two columns of differences
 WORDS = {
     "speed": "Tokens a second of a rollout through Tunix's interface. *difference*: the largest of "
     "the rollout's log-probabilities from those of `jspec.score_tokens`.",
+    "differences": "Share of a rollout's tokens by how far the log-probability is from that of "
+    "another forward: not at all, by less than 0.001, from there to 0.01, and so on; empty: no "
+    "token. *trainer*: Tunix's model without a cache, by the dtype of its arithmetic.",
     "grpo": "GRPO until a step's mean reward is the target. *difference*: the largest of the "
     "trainer's log-probabilities from the rollout's; *compiled*: programs after the warm-up.",
     "weights": "Milliseconds of `Engine.update` with weights that it takes as they are, and with "
@@ -30,6 +37,7 @@ def tables(runs: Sequence[Run]) -> dict[str, str]:
     of_gpus = [run for run in runs if run.suite in SUITES and run.device != "cpu"]
     lines = {
         "speed": (speeds(of_gpus), 5),
+        "differences": (differences(of_gpus), 5),
         "grpo": (trained(of_gpus), 4),
         "weights": (updates(of_gpus), 2),
         "shared": (shared(of_gpus), 4),
@@ -50,23 +58,47 @@ def measured(runs: Sequence[Run], operation: str) -> Iterator[tuple[Run, Row]]:
                 yield run, row
 
 
+def of_sampler(run: Run, row: Row) -> dict[str, str]:
+    """What a row of the benchmark `sampler` is of, by heading."""
+    case, exact = row["case"], row["case"]["exact"]
+    return {
+        "card": run.card,
+        "model": case["model"],
+        "answers": f"{case['B']} of {case['new']} tokens at most",
+        "sampling": case["sampling"] + ("" if exact == "no" else f", exact={exact}"),
+        "rollout": ENGINES.get(row["name"], f"jspec, {row['name']}"),
+    }
+
+
 def speeds(runs: Sequence[Run]) -> Iterator[Line]:
     for run, row in measured(runs, "sampler"):
-        case = row["case"]
-        sampling = case["sampling"] + ("" if case["exact"] == "no" else f", exact={case['exact']}")
-        yield Line(
-            {
-                "card": run.card,
-                "model": case["model"],
-                "answers": f"{case['B']} of {case['new']} tokens at most",
-                "sampling": sampling,
-                "rollout": ENGINES.get(row["name"], f"jspec, {row['name']}"),
-                "tok/s": f"{row['tokens_per_s']:,.0f}",
-                "vs Tunix": ratio(row["vs_tunix"]) if "vs_tunix" in row else "",
-                "first call, s": f"{row['first_call_s']:.1f}",
-                "difference": f"{row['differences']['max']:.1g}" if "differences" in row else "",
+        figures = {
+            "tok/s": f"{row['tokens_per_s']:,.0f}",
+            "vs Tunix": ratio(row["vs_tunix"]) if "vs_tunix" in row else "",
+            "first call, s": f"{row['first_call_s']:.1f}",
+            "difference": f"{row['differences']['max']:.1g}" if "differences" in row else "",
+        }
+        yield Line(of_sampler(run, row) | figures)
+
+
+def differences(runs: Sequence[Run]) -> Iterator[Line]:
+    """A line for each forward that a rollout is compared with, of rows that have its counts."""
+    starts = [0, 1, *(2 + EDGES.index(edge) for edge in SHOWN)]
+    headings = ["0", *(f"to {edge:g}" for edge in SHOWN), "above"]
+    for run, row in measured(runs, "sampler"):
+        if "trainer_differences" not in row:
+            continue
+        forwards = {"`score_tokens`": row["differences"]}
+        forwards |= {f"trainer, {dtype}": x for dtype, x in row["trainer_differences"].items()}
+        for name, found in forwards.items():
+            count = sum(found["counts"])
+            parts = np.add.reduceat(found["counts"], starts)
+            labels = {k: v for k, v in of_sampler(run, row).items() if k != "answers"}
+            cells = {"against": name, "tokens": f"{count:,}"}
+            cells |= {
+                k: f"{x / count:.1%}" if x else "" for k, x in zip(headings, parts, strict=True)
             }
-        )
+            yield Line(labels | cells | {"largest": f"{found['max']:.1g}"})
 
 
 def trained(runs: Sequence[Run]) -> Iterator[Line]:

@@ -12,12 +12,14 @@ from flax import nnx
 
 import jspec
 from bench.rivals.common import module
+from examples.grpo import of_next
 
 TUNIX = "tunix"
 
 
-def actor_of(model: jspec.Decoder, param_dtype: Any = None) -> nnx.Module:
-    """Tunix's model with the weights of ``model``, of ``param_dtype``, None for those of the model.
+def actor_of(model: jspec.Decoder, param_dtype: Any = None, dtype: Any = None) -> nnx.Module:
+    """Tunix's model with the weights of ``model``, of ``param_dtype``, that computes in ``dtype``,
+    None for those of the model.
 
     Its Qwen3 where queries and keys have norms, else its Qwen2, with biases of 0 if there are none:
     its Llama3 rotates by 1,000,000 whatever the model's config says, and so does Qwen3.
@@ -31,7 +33,7 @@ def actor_of(model: jspec.Decoder, param_dtype: Any = None) -> nnx.Module:
         raise ValueError(f"Tunix has no model for {config.family} with rope_theta={theta}")
     name, kind = ("qwen3", "Qwen3") if config.qk_norm else ("qwen2", "Qwen2")
     package = module(f"tunix.models.{name}.model")
-    spec, dtype = config.layers[0], model.dtype
+    spec = config.layers[0]
     theirs = package.ModelConfig(
         num_layers=config.num_layers,
         vocab_size=config.vocab_size,
@@ -43,8 +45,8 @@ def actor_of(model: jspec.Decoder, param_dtype: Any = None) -> nnx.Module:
         rope_theta=theta,
         norm_eps=config.norm_eps,
         use_tied_embedding=config.tie_embeddings,
-        dtype=dtype,
-        param_dtype=param_dtype or dtype,
+        dtype=dtype or model.dtype,
+        param_dtype=param_dtype or model.dtype,
     )
     shapes = nnx.eval_shape(lambda: getattr(package, kind)(theirs, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(shapes)
@@ -110,6 +112,15 @@ def sampler_of(actor: Any, prompts: Prompts, config: Any) -> Any:
     )
     vanilla = module("tunix.rl.rollout.vanilla_rollout").VanillaRollout
     return vanilla(actor, prompts, cache)
+
+
+def log_probabilities(graph: Any, weights: Any, tokens: jax.Array) -> jax.Array:
+    """Of each of ``tokens [N, S]`` but the first, ``[N, S - 1]``: Tunix's model without a cache."""
+    size = tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+    causal = jnp.broadcast_to(jnp.tri(size, dtype=bool), (*tokens.shape, size))
+    logits, _ = nnx.merge(graph, weights)(tokens, positions, None, causal)
+    return of_next(logits, tokens)
 
 
 @jax.jit(static_argnums=1)

@@ -1,8 +1,8 @@
 """GRPO until a reward: the same trainer with `jspec.tunix.Rollout` and with Tunix's own sampler.
 
 The prompts, the rule and the objective are those of `examples/grpo.py`. The trainer has Tunix's
-model in float32; rollouts have its weights in the dtype of the loaded model. Everything compiles in
-a step before the first one, whose weights are dropped.
+model with weights in float32; it computes in the dtype of the loaded model, and rollouts have their
+weights in it. Everything compiles in a step before the first one, whose weights are dropped.
 """
 
 from __future__ import annotations
@@ -42,15 +42,6 @@ PARTS = ("rollout", "score", "train", "update")
 DEFAULT: Case = {"answers": 16, "new": 64, "steps": 40, "target": 0.8}
 
 
-def log_probabilities(graph: Any, weights: Any, tokens: jax.Array) -> jax.Array:
-    """Of each of ``tokens [N, S]`` but the first, ``[N, S - 1]``: the forward of Tunix's model."""
-    size = tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
-    causal = jnp.broadcast_to(jnp.tri(size, dtype=bool), (*tokens.shape, size))
-    logits, _ = nnx.merge(graph, weights)(tokens, positions, None, causal)
-    return grpo.of_next(logits, tokens)
-
-
 @dataclasses.dataclass
 class Compilations:
     """Programs that XLA compiled since it was made."""
@@ -80,7 +71,7 @@ class Trial:
         self.config = tunix.config_of(self.prompts, self.case["new"], temperature=1.0, top_p=1.0)
         graph, self.weights = nnx.split(tunix.actor_of(self.model, jnp.float32))
         self.optimizer = optax.adam(RATES.get(self.name, RATE))
-        self.train = grpo.train_step_of(partial(log_probabilities, graph), self.optimizer)
+        self.train = grpo.train_step_of(partial(tunix.log_probabilities, graph), self.optimizer)
         self.compilations = Compilations()
 
     def rollout(self, name: str) -> Any:

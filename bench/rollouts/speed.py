@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 import jspec
 from bench.cases import Case
@@ -25,6 +25,7 @@ from bench.real.texts import prompts as chat_prompts
 from bench.rivals import tunix
 from bench.rivals.common import module
 from bench.rivals.tunix import TUNIX
+from bench.rollouts import differences
 from bench.settings import Settings
 from bench.suite import Benchmark
 from bench.texts import texts
@@ -125,7 +126,7 @@ class Trial:
         }
         if engine is not None:
             measured["compilations"] = engine.stats.compilations - before
-            measured["differences"] = self.differences(rollout, outputs[0])
+        measured |= self.compared(outputs[0], engine)
         checked = result["checked"]
         if not checked:
             measured = {"check": result, "reason": "its tokens are wrong"}
@@ -149,24 +150,22 @@ class Trial:
         plain = [x[:-1] if x[-1] in stops else x for x in plain]
         return check.greedy(scorer, answers, plain, exact=False)
 
-    def differences(self, rollout: Any, output: Any) -> dict[str, float]:
-        """Of a rollout's log-probabilities from `jspec.score_tokens`: quantiles and the largest."""
-        rows = range(0, self.case["B"], self.case["group"])
-        ids = [self.prompts.ids[row // self.case["group"]] for row in rows]
-        answers = [output.tokens[row].tolist() for row in rows]
-        exact: Any = "bits" if self.case["exact"] == "bits" else None
-        scored = jspec.score_tokens(
-            rollout.engine.model,
-            [[*prompt, *answer] for prompt, answer in zip(ids, answers, strict=True)],
-            exact=exact,
-        )
-        parts = [
-            np.abs(scores[len(scores) - len(answer) :] - output.logprobs[row])
-            for row, answer, scores in zip(rows, answers, scored, strict=True)
-        ]
-        whole = np.concatenate(parts)
-        shares = {f"p{q}": float(np.percentile(whole, q)) for q in (50, 90, 99)}
-        return {"tokens": len(whole), **shares, "max": float(whole.max())}
+    def compared(self, output: Any, engine: jspec.Engine | None) -> Row:
+        """A rollout's log-probabilities with `jspec.score_tokens` and with a trainer's forward."""
+        ids, group = self.prompts.ids, self.case["group"]
+        texts = [[*ids[row // group], *map(int, x)] for row, x in enumerate(output.tokens)]
+        exact: Any = "bits" if engine is not None and self.case["exact"] == "bits" else None
+        model = self.model if engine is None else engine.model
+        scores = jspec.score_tokens(model, texts, exact=exact)
+        size, of_trainer = max(map(len, ids)) + self.case["new"], {}
+        for dtype in dict.fromkeys((self.model.dtype, jnp.dtype("float32"))):
+            actor = tunix.actor_of(self.model, dtype, dtype)
+            theirs = differences.trainer_scores(actor, texts, size)
+            of_trainer[dtype.name] = differences.between(output.logprobs, theirs)
+        return {
+            "differences": differences.between(output.logprobs, scores),
+            "trainer_differences": of_trainer,
+        }
 
 
 def loaded(settings: Settings) -> tuple[jspec.Decoder, jspec.Tokenizer]:

@@ -2,17 +2,20 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jspec
 from bench.report import rollouts, systems
 from bench.report.runs import Run
 from bench.rivals import tunix
-from bench.rollouts import SUITE, grpo, prefill, weights
+from bench.rollouts import SUITE, differences, grpo, prefill, speed, weights
 from bench.settings import Settings
 from tests.conftest import OF_BYTES, make_decoder
 
@@ -39,6 +42,26 @@ def test_time_to_a_reward_is_that_of_all_parts_of_all_steps():
     missed = grpo.figures([good, [step(0.8, 1.0)]], 0.9)
     assert missed["seconds"] == [pytest.approx(7.5), None]
     assert "to_reward_s" not in missed
+
+
+def test_bins_are_those_of_numpy():
+    """With the traps: zero, the smallest number, the edges themselves, and no number at all."""
+    edges, rng = np.array(differences.EDGES), np.random.default_rng(0)
+    some = np.concatenate([10 ** rng.uniform(-8, 2, 1000), edges, edges, [0, 0, 5e-324]])
+    result = differences.histogram(some)
+    expected, _ = np.histogram(some, [0, 5e-324, *edges, np.inf])
+    assert (result["counts"], result["max"]) == (expected.tolist(), some.max())
+    assert differences.histogram(np.zeros(3, np.float32))["counts"] == [3] + [0] * 14
+    lost = differences.histogram(np.array([0.2, np.nan]))
+    assert (lost["counts"][-1], sum(lost["counts"])) == (1, 2)
+    assert np.isnan(lost["max"])
+
+
+def test_an_answer_is_the_end_of_its_text():
+    scores = [np.array([-9, -1, -2], np.float32), np.array([-9, -9], np.float32)]
+    result = differences.between([[-1.0, -2.5], []], scores)
+    assert result["max"] == 0.5
+    assert np.flatnonzero(result["counts"]).tolist() == [0, 13]
 
 
 def test_cases_of_uneven_groups_are_refused():
@@ -130,6 +153,7 @@ def test_the_report_has_what_was_measured_on_a_gpu():
     speed = {"operation": "sampler", "case": sampler, "checked": True, "first_call_s": 20.0}
     grpo = {"model": "m", "target": 0.8}
     parts = {"rollout_ms": 5.0, "train_ms": 6.0, "update_ms": 7.0, "compilations": 0}
+    counts = [2, 20, 30, 40, 50, 60, 70, 80, 90, 100, 200, 300, 400, 549, 9]
     update = {"operation": "update", "case": {"model": "m"}, "checked": True}
     group = {"operation": "group", "case": {"model": "m", "B": 16, "S": 4096}, "checked": True}
     group |= {"first_token_ms": 1.0, "tokens_per_s": 9.0, "cache_bytes": 1.5e9}
@@ -137,7 +161,10 @@ def test_the_report_has_what_was_measured_on_a_gpu():
     measured = [
         {**speed, "name": "tunix", "tokens_per_s": 1000.0, "vs_tunix": 1.0},
         {**speed, "name": "none", "tokens_per_s": 2500.0, "vs_tunix": 2.5}
-        | {"differences": {"max": 0.25}},
+        | {"differences": {"max": 0.25}},  # of a result without counts
+        {**speed, "case": sampler | {"exact": "bits"}, "name": "none", "tokens_per_s": 2000.0}
+        | {"differences": {"max": 0.0, "counts": [2000] + [0] * 14}}
+        | {"trainer_differences": {"bfloat16": {"max": 0.5, "counts": counts}}},
         {**speed, "name": "ngram", "checked": False, "reason": "its tokens are wrong"},
         {"operation": "grpo", "case": grpo, "name": "none", "checked": None, **parts}
         | {"seconds": [1.5, None], "steps": [3, 9], "difference": 0.5},
@@ -150,8 +177,15 @@ def test_the_report_has_what_was_measured_on_a_gpu():
     ]
     result = {"machine": {"device": "NVIDIA H200"}, "rows": measured}
     tables = rollouts.tables([Run("h200", "rollouts", "", result)])
-    assert [len(x.splitlines()) - 4 for x in tables.values()] == [2, 1, 1, 1, 1]
+    assert [len(x.splitlines()) - 4 for x in tables.values()] == [3, 2, 1, 1, 1, 1]
     assert "| jspec, no drafts | 2,500 | 2.50x | 20.0 | 0.2 |" in tables["speed"]
+    head, _, none, some = tables["differences"].splitlines()[-4:]
+    assert head.endswith("| 0 | to 0.001 | to 0.01 | to 0.03 | to 0.1 | to 0.3 | above | largest |")
+    assert none.endswith("| `score_tokens` | 2,000 | 100.0% |  |  |  |  |  |  | 0 |")
+    # Bins 0; 1 to 7; 8 and 9; 10; 11; 12; 13 and 14.
+    shares = "0.1% | 17.5% | 9.5% | 10.0% | 15.0% | 20.0% | 27.9%"
+    assert some == f"|  |  |  |  | trainer, bfloat16 | 2,000 | {shares} | 0.5 |"
+    assert "| t1, exact=bits | jspec, no drafts |" in none
     assert "| 1.5, missed | 3, 9 | 5.0 | 6.0 | 7.0 | 0 | 0.5 |" in tables["grpo"]
     assert "| H200 | m | 0.50 | 2.00 (1,500 GB/s) |" in tables["weights"]
     assert "| shared | 4,096 (6.2%) | 1.0 | 9 | 1.50 / 1.60 |" in tables["shared"]
@@ -181,17 +215,65 @@ def test_both_rollouts_give_answers_of_the_model(sampling, monkeypatch):
     ours = measured[1]
     assert ours["vs_tunix"] == pytest.approx(ours["tokens_per_s"] / measured[0]["tokens_per_s"])
     assert ours["compilations"] == 0
-    assert ours["differences"]["max"] < 1e-4
+    for row in measured:
+        assert list(row["trainer_differences"]) == ["float32"]
+        for found in (row["differences"], *row["trainer_differences"].values()):
+            assert found["max"] < 1e-4
+            assert sum(found["counts"][:6]) == row["tokens"][0]
     right = tunix.actor_of
 
-    def wrong(model):
-        actor: Any = right(model)
+    def wrong(model, *dtypes):
+        actor: Any = right(model, *dtypes)
         actor.final_norm.w[...] = -actor.final_norm.w[...]
         return actor
 
     monkeypatch.setattr(tunix, "actor_of", wrong)
     (row,) = rows("sampler", f"B=4,group=2,S=12,new=6,sampling={sampling}", "tunix")
     assert (row["checked"], row["reason"]) == (False, "its tokens are wrong")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("_promotes")
+def test_log_probabilities_are_compared_with_both_forwards(monkeypatch):
+    """With `exact=bits` with those of an exact `jspec.score_tokens`, which must be the same ones;
+    with a trainer's forward, which is Tunix's own."""
+    _, tokenizer = jspec.load_bundled()
+    model = jspec.Decoder(OF_BYTES, dtype="bfloat16", rngs=nnx.Rngs(0))
+    ids, rng = [[1, 2, 3, 4], [70, 80]], np.random.default_rng(0)
+    answers = [rng.integers(1, 99, size) for size in (3, 8, 1, 5, 8, 2)]
+    texts = [[*ids[row // 3], *map(int, answer)] for row, answer in enumerate(answers)]
+    case = {"B": 6, "group": 3, "S": 4, "new": 8, "sampling": "t1", "exact": "bits"}
+    trial = speed.Trial(case, "m", model, tunix.Prompts.of(tokenizer, model, ids))
+    actors = {
+        name: tunix.actor_of(model, *[jnp.dtype(name)] * 2) for name in ("bfloat16", "float32")
+    }
+    scores = differences.trainer_scores(actors["float32"], texts, 12)
+    common, unused = pytest.importorskip("tunix.rl.common"), trial.prompts.unused
+    left, right = np.full((6, 4), unused), np.full((6, 8), unused)
+    for row, answer in enumerate(answers):
+        prompt = ids[row // 3]
+        left[row, 4 - len(prompt) :], right[row, : len(answer)] = prompt, answer
+    ends = {"pad_id": unused, "eos_id": unused}
+    theirs = common.compute_per_token_logps(*nnx.split(actors["float32"]), left, right, **ends)
+    ours = [x[len(x) - len(answer) :].copy() for x, answer in zip(scores, answers, strict=True)]
+    for row, own in enumerate(ours):
+        np.testing.assert_allclose(own, theirs[row, : len(own)], atol=1e-5)
+
+    def exact_scores(given, given_texts, exact):
+        assert (given, given_texts, exact) == (engine.model, texts, "bits")
+        return scores
+
+    monkeypatch.setattr(jspec, "score_tokens", exact_scores)
+    engine: Any = SimpleNamespace(model=object())
+    output = SimpleNamespace(tokens=answers, logprobs=ours)
+    result = trial.compared(output, engine)
+    assert result["differences"] == {"max": 0, "counts": [27] + [0] * 14}
+    both = result["trainer_differences"]
+    assert both["float32"] == result["differences"]
+    assert both["bfloat16"]["max"] > 1e-3
+    output.logprobs[1][7] += 0.05
+    found = trial.compared(output, engine)["differences"]
+    assert (found["counts"][0], found["counts"][11]) == (26, 1)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
