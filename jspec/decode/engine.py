@@ -31,7 +31,7 @@ from jspec.typing import Array, Model
 
 # Bytes of weights up to which a pass of 2048 tokens takes a GPU about as long as its host needs to
 # launch one.
-LIGHT = 2**28
+LIGHT = 2**29
 OnUpdate = Literal["keep", "recompute", "abort"]
 MAX_SLOTS = 2**16  # of an engine; the host handles the slots of a chunk one by one
 
@@ -71,7 +71,7 @@ class Engine:
             do not suffice, the requests that were prefilled last wait, and their prompts and tokens
             are prefilled again (docs/serving.md). None: each slot has memory of its own.
         prefill_chunk: Prompt tokens per free slot and step; None is 512, 2048 for a model of up to
-            256 MiB, and 256 on a CPU.
+            512 MiB, and 256 on a CPU.
         on_compile: Called as ``on_compile(True)`` before a program compiles, and with False after
             it. After `warm_up` none compiles, whatever requests and prefixes come.
         **options: The drafter, gamma and other options of decoding: `DecodeOptions`.

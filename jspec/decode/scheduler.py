@@ -19,7 +19,7 @@ MAX_PIECES = 4  # most full pieces of an engine's step: decoding slots wait for 
 class Scheduler:
     """Queues requests, and prefills their prompts for the slots of ``runner``.
 
-    A step of the engine prefills up to ``prefill.chunk`` tokens for each free slot, for
+    A step of the engine prefills up to ``prefill.pass_tokens`` for each free slot, for
     `MAX_PIECES` at most and for one in any case. One long prompt may take all of them.
 
     Prompts are prefilled in the order in which they came, except that a long one shares its steps:
@@ -102,7 +102,7 @@ class Scheduler:
         array to wait for, which is ready when all of it is done.
         """
         prefill, spent_tokens = self.prefill, 0
-        token_limit = prefill.chunk * min(MAX_PIECES, max(1, len(self._runner.free)))
+        token_limit = prefill.pass_tokens * min(MAX_PIECES, max(1, len(self._runner.free)))
         is_long = self._incoming is not None and prefill.current_row.left > prefill.chunk
         if is_long and not self._was_overtaken:
             spent_tokens = self._prefill_short(0, token_limit, overtaking=True)
@@ -150,7 +150,7 @@ class Scheduler:
                 break
             prompts = [request._known for request in group]
             count, rows, size = self.prefill.group(prompts)
-            # The first pass always fits: none has more than ``prefill.chunk`` tokens.
+            # The first pass always fits: none has more than ``prefill.pass_tokens``.
             if spent_tokens + rows * size > token_limit:
                 break
             spent_tokens += rows * size

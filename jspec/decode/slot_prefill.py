@@ -93,7 +93,7 @@ class SlotPrefill:
         options: Options of decoding.
         slots: Slots of the batch.
         capacity: Positions of a slot.
-        chunk: Most tokens of a pass or piece, padding included.
+        chunk: Most tokens of a pass over several prompts, or of a piece, padding included.
         programs: Runs the jitted functions.
         prompt_logprobs: How many of the likeliest tokens are scored with each token of a prompt
             whose request asks for log-probabilities; None where none does.
@@ -102,6 +102,8 @@ class SlotPrefill:
 
     Attributes:
         options: The same.
+        pass_tokens: Most tokens of a pass over several prompts, padding included.
+        chunk: Most tokens of one prompt in a pass or piece.
         current_row: The row of the prompt that is being prefilled.
         texts: The texts of the slots.
     """
@@ -127,8 +129,10 @@ class SlotPrefill:
         }
         self._slots, self._capacity = slots, capacity
         is_alone = options.config.exact == "tokens"
+        self.pass_tokens = chunk
         self.chunk = chunk if is_alone else min(chunk, capacity)
-        self._sizes = pass_sizes(self.chunk, BUSY_PASS if is_alone else SHORTEST_PASS)
+        sizes = pass_sizes(chunk, BUSY_PASS if is_alone else SHORTEST_PASS)
+        self._sizes = sorted({min(size, self.chunk) for size in sizes})
         on_mesh = mesh_model(options.models.target)
         self._sharding = (
             explicit_mesh_sharding(options.models) if on_mesh is None else on_mesh.placing
@@ -251,7 +255,7 @@ class SlotPrefill:
 
     def _max_rows(self, size: int) -> int:
         """Rows of a pass over several prompts of ``size`` tokens each."""
-        return min(MAX_ROWS, self._slots, self.chunk // size)
+        return min(MAX_ROWS, self._slots, self.pass_tokens // size)
 
     # --- others, piece by piece -------------------------------------------------------------------
 

@@ -114,6 +114,8 @@ def test_equals_the_definition_by_any_block_sizes(case, blocks, kernel):
 
 
 @by_name([CASES[0]])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["emulated"], indirect=True)
 def test_a_gpu_with_less_shared_memory_gets_blocks_of_four_warps(case, kernel, monkeypatch):
     monkeypatch.setenv("EMULATED_SHARED_BYTES", str(99 * 1024))
     with tuned.use_blocks(SameBlocks(4096, 3, 8)):

@@ -140,14 +140,15 @@ def test_short_prompts_share_a_pass_that_has_room_for_them(tiny, lengths, expect
     assert engine._scheduler.prefill.group(prompts) == expected
 
 
-def test_no_pass_is_longer_than_a_slot(tiny):
-    """Whatever the chunk, as 600 tokens would go in by 1024."""
+def test_no_row_of_a_pass_is_longer_than_a_slot(tiny):
+    """Whatever the chunk, which several rows share."""
     engine = engine_of(tiny, "none", slots=4, capacity=768, prefill_chunk=8192)
     prefill = engine._scheduler.prefill
-    assert prefill._sizes == [48, 192, 768]
+    assert prefill._sizes == [32, 128, 512, 768]
     texts = [np.ones(length, np.int32) for length in (1, 600, 769)]
-    assert [prefill.group([text])[2] for text in texts] == [48, 768, 768]
+    assert [prefill.group([text])[2] for text in texts] == [32, 768, 768]
     assert not prefill.is_short(np.ones(770, np.int32))
+    assert prefill.group([np.full(600, index, np.int32) for index in range(9)]) == (4, 4, 768)
 
 
 def test_prompts_of_up_to_a_chunk_need_no_row(engine, groups, monkeypatch):
@@ -198,7 +199,7 @@ def test_long_prompts_and_those_after_prefixes_go_in_by_pieces(engine, groups):
 
 @pytest.mark.parametrize(
     ("backend", "light", "chunk"),
-    [("gpu", 2**28, 2048), ("gpu", 2**10, 512), ("cpu", 2**28, 256)],
+    [("gpu", 2**29, 2048), ("gpu", 2**10, 512), ("cpu", 2**29, 256)],
 )
 def test_a_light_model_has_wide_passes_on_a_gpu(tiny, backend, light, chunk, monkeypatch):
     models = engine_of(tiny, "none")._options.models

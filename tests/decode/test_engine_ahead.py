@@ -63,7 +63,8 @@ def watch(monkeypatch):
         ([8, 0, 0, 0], 0.001, False, False),  # nobody is left for it
         ([8, 3, 0, 1], 0.001, False, False),
         ([8, 4, 0, 0], 0.001, False, True),  # by the second row's own pace
-        ([9, 4, 9, 0], 9 * HOST_SECONDS, True, True),  # nobody ends
+        ([9, 4, 9, 2], 9 * HOST_SECONDS, True, True),  # nobody ends
+        ([9, 4, 9, 0], 9 * HOST_SECONDS, True, False),  # one waits that may take the free row
         ([9, 3, 9, 9], 9 * HOST_SECONDS, False, True),
         ([9, 3, 9, 9], 9 * HOST_SECONDS, True, False),  # one of four ends: 2.25 turns
         ([9, 3, 9, 9], 3.9 * HOST_SECONDS, True, True),
