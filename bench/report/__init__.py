@@ -45,6 +45,7 @@ def write(
     if pages is not None:
         for family in comparison.FAMILIES:
             comparison.draw(family, runs, pages / comparison.picture_of(family))
+        rollouts.draw(runs, pages / rollouts.PICTURE)
         for name, tables in pages_of(results, runs).items():
             path = pages / name
             path.write_text(refreshed(path.read_text(), tables))

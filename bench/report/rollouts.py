@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from bench.point import Row
+from bench.report import figures
 from bench.report.markdown import Line, distinct, ratio, table
 from bench.report.runs import Run
 from bench.rollouts.differences import EDGES
@@ -14,6 +16,7 @@ from bench.serving import ROLLOUT
 
 SUITES = ("rollouts", "serving")
 ENGINES = {"tunix": "Tunix's sampler", "none": "jspec, no drafts"}
+PICTURE = "rollouts-differences.png"
 SHOWN = (1e-3, 1e-2, 3e-2, 0.1, 0.3)  # the edges between two columns of differences
 WORDS = {
     "speed": "Tokens a second of a rollout through Tunix's interface. *difference*: the largest of "
@@ -34,20 +37,28 @@ WORDS = {
 
 def tables(runs: Sequence[Run]) -> dict[str, str]:
     """Each table after its words, empty where nothing was measured on a GPU."""
-    of_gpus = [run for run in runs if run.suite in SUITES and run.device != "cpu"]
+    shown = of_gpus(runs)
     lines = {
-        "speed": (speeds(of_gpus), 5),
-        "differences": (differences(of_gpus), 5),
-        "grpo": (trained(of_gpus), 4),
-        "weights": (updates(of_gpus), 2),
-        "shared": (shared(of_gpus), 4),
-        "phases": (phases(of_gpus), 4),
+        "speed": (speeds(shown), 5),
+        "differences": (differences(shown), 5),
+        "grpo": (trained(shown), 4),
+        "weights": (updates(shown), 2),
+        "shared": (shared(shown), 4),
+        "phases": (phases(shown), 4),
     }
     result = {}
     for name, (of_table, labels) in lines.items():
         text = table(distinct(of_table, labels), labels)
         result[name] = f"{WORDS[name]}\n\n{text}" if text else ""
+    if result["differences"]:
+        result["differences"] += (
+            f"\n![Share of tokens by the difference of their log-probabilities]({PICTURE})\n"
+        )
     return result
+
+
+def of_gpus(runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.suite in SUITES and run.device != "cpu"]
 
 
 def measured(runs: Sequence[Run], operation: str) -> Iterator[tuple[Run, Row]]:
@@ -60,13 +71,14 @@ def measured(runs: Sequence[Run], operation: str) -> Iterator[tuple[Run, Row]]:
 
 def of_sampler(run: Run, row: Row) -> dict[str, str]:
     """What a row of the benchmark `sampler` is of, by heading."""
-    case, exact = row["case"], row["case"]["exact"]
+    case, name = row["case"], row["name"]
+    is_exact = name != "tunix" and case["exact"] != "no"
     return {
         "card": run.card,
         "model": case["model"],
         "answers": f"{case['B']} of {case['new']} tokens at most",
-        "sampling": case["sampling"] + ("" if exact == "no" else f", exact={exact}"),
-        "rollout": ENGINES.get(row["name"], f"jspec, {row['name']}"),
+        "sampling": case["sampling"],
+        "rollout": ENGINES.get(name, f"jspec, {name}") + is_exact * f", exact={case['exact']}",
     }
 
 
@@ -81,24 +93,58 @@ def speeds(runs: Sequence[Run]) -> Iterator[Line]:
         yield Line(of_sampler(run, row) | figures)
 
 
+def forwards_of(row: Row) -> dict[str, Row]:
+    """The histograms of a row of the benchmark `sampler` by forward, none in results without."""
+    if "trainer_differences" not in row:
+        return {}
+    of_trainer = row["trainer_differences"].items()
+    return {"score_tokens": row["differences"]} | {f"trainer, {k}": x for k, x in of_trainer}
+
+
 def differences(runs: Sequence[Run]) -> Iterator[Line]:
-    """A line for each forward that a rollout is compared with, of rows that have its counts."""
+    """A line for each forward that a rollout is compared with."""
     starts = [0, 1, *(2 + EDGES.index(edge) for edge in SHOWN)]
     headings = ["0", *(f"to {edge:g}" for edge in SHOWN), "above"]
     for run, row in measured(runs, "sampler"):
-        if "trainer_differences" not in row:
-            continue
-        forwards = {"`score_tokens`": row["differences"]}
-        forwards |= {f"trainer, {dtype}": x for dtype, x in row["trainer_differences"].items()}
-        for name, found in forwards.items():
+        for name, found in forwards_of(row).items():
             count = sum(found["counts"])
             parts = np.add.reduceat(found["counts"], starts)
             labels = {k: v for k, v in of_sampler(run, row).items() if k != "answers"}
             cells = {"against": name, "tokens": f"{count:,}"}
             cells |= {
-                k: f"{x / count:.1%}" if x else "" for k, x in zip(headings, parts, strict=True)
+                heading: f"{part / count:.1%}" if part else ""
+                for heading, part in zip(headings, parts, strict=True)
             }
             yield Line(labels | cells | {"largest": f"{found['max']:.1g}"})
+
+
+def draw(runs: Sequence[Run], path: Path) -> bool:
+    """Write the histograms of sampled rollouts without drafts; whether there are any."""
+    panels: dict[str, dict[str, Row]] = {}
+    for run, row in measured(of_gpus(runs), "sampler"):
+        if row["name"] in ENGINES and row["case"]["sampling"] != "greedy" and forwards_of(row):
+            labels = of_sampler(run, row)
+            title = f"{labels['model']}, {run.card}\n{labels['rollout']}"
+            panels.setdefault(title, forwards_of(row))
+    if not panels:
+        return False
+    with figures.new(path) as figure:
+        figure.set_size_inches(2 + 3 * len(panels), 3)
+        every = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, forwards) in zip(every, panels.items(), strict=True):
+            for name, found in forwards.items():
+                shares = np.array(found["counts"]) / sum(found["counts"])
+                axes.stairs(shares, np.arange(len(shares) + 1), label=name, linewidth=1.5)
+            words = ["0", *(f"{edge:g}" for edge in EDGES[::2])]
+            places = [0.5, *range(2, len(EDGES) + 2, 2)]
+            axes.set_xticks(places, words, fontsize=7, rotation=45)
+            axes.set(xlabel="difference")
+            axes.set_title(title, fontsize=9)
+            axes.spines[["top", "right"]].set_visible(False)
+        every[0].set_ylabel("share of tokens")
+        handles, names = every[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside right center", fontsize=7, frameon=False)
+    return True
 
 
 def trained(runs: Sequence[Run]) -> Iterator[Line]:

@@ -1,6 +1,7 @@
 """The suite `rollouts`: its figures, its checks, and its rival's weights."""
 
 import dataclasses
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -177,15 +178,16 @@ def test_the_report_has_what_was_measured_on_a_gpu():
     ]
     result = {"machine": {"device": "NVIDIA H200"}, "rows": measured}
     tables = rollouts.tables([Run("h200", "rollouts", "", result)])
-    assert [len(x.splitlines()) - 4 for x in tables.values()] == [3, 2, 1, 1, 1, 1]
+    assert [len(x.splitlines()) - 4 for x in tables.values()] == [3, 4, 1, 1, 1, 1]
     assert "| jspec, no drafts | 2,500 | 2.50x | 20.0 | 0.2 |" in tables["speed"]
-    head, _, none, some = tables["differences"].splitlines()[-4:]
+    *_, head, _, none, some, _, link = tables["differences"].splitlines()
+    assert link.endswith("(rollouts-differences.png)")
     assert head.endswith("| 0 | to 0.001 | to 0.01 | to 0.03 | to 0.1 | to 0.3 | above | largest |")
-    assert none.endswith("| `score_tokens` | 2,000 | 100.0% |  |  |  |  |  |  | 0 |")
+    assert none.endswith("| score_tokens | 2,000 | 100.0% |  |  |  |  |  |  | 0 |")
     # Bins 0; 1 to 7; 8 and 9; 10; 11; 12; 13 and 14.
     shares = "0.1% | 17.5% | 9.5% | 10.0% | 15.0% | 20.0% | 27.9%"
     assert some == f"|  |  |  |  | trainer, bfloat16 | 2,000 | {shares} | 0.5 |"
-    assert "| t1, exact=bits | jspec, no drafts |" in none
+    assert "| t1 | jspec, no drafts, exact=bits |" in none
     assert "| 1.5, missed | 3, 9 | 5.0 | 6.0 | 7.0 | 0 | 0.5 |" in tables["grpo"]
     assert "| H200 | m | 0.50 | 2.00 (1,500 GB/s) |" in tables["weights"]
     assert "| shared | 4,096 (6.2%) | 1.0 | 9 | 1.50 / 1.60 |" in tables["shared"]
@@ -195,6 +197,40 @@ def test_the_report_has_what_was_measured_on_a_gpu():
     assert not list(systems.served([Run("h200", "serving", "", only)]))  # it is in that table
     result["machine"]["device"] = "cpu"
     assert not any(rollouts.tables([Run("cpu", "rollouts", "", result)]).values())
+
+
+def test_a_picture_has_a_panel_for_each_sampled_rollout_with_counts(tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    figure, path = figures.Figure(), tmp_path / "histograms.png"
+    monkeypatch.setattr(rollouts.figures, "new", lambda to: nullcontext(figure))
+    counts = [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0]
+    found = {"max": 0.2, "counts": counts}
+    case = {"model": "m", "B": 1, "new": 4, "sampling": "t1", "exact": "no"}
+    old = {"operation": "sampler", "case": case, "name": "none", "differences": {"max": 0.1}}
+    new = old | {"differences": found, "trainer_differences": {"float32": found}}
+    others = [new | {"name": "ngram"}, new | {"case": case | {"sampling": "greedy"}}]
+
+    def drawn(*rows, device="NVIDIA H200"):
+        result = {"machine": {"device": device}, "rows": rows}
+        return rollouts.draw([Run("some", "rollouts", "", result)], path)
+
+    assert not drawn(old, *others)
+    assert not drawn(new, device="cpu")
+    exact = new | {"case": case | {"exact": "bits"}}
+    assert drawn(old, *others, new, exact, new | {"name": "tunix"}, exact | {"name": "tunix"})
+    titles = ["m, H200\njspec, no drafts", "m, H200\njspec, no drafts, exact=bits"]
+    assert [x.get_title() for x in figure.axes] == [*titles, "m, H200\nTunix's sampler"]
+    for axes in figure.axes:
+        one, other = axes.patches
+        assert [one.get_label(), other.get_label()] == ["score_tokens", "trainer, float32"]
+        np.testing.assert_allclose(one.get_data().values, np.array(counts) / 4)
+        words = {
+            x.get_text(): at
+            for x, at in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True)
+        }
+        edges = one.get_data().edges
+        assert edges[0] < words["0"] < edges[1]
+        assert (words["1e-06"], words["0.1"], words["1"]) == (edges[2], edges[12], edges[14])
 
 
 @pytest.fixture
@@ -240,13 +276,14 @@ def test_log_probabilities_are_compared_with_both_forwards(monkeypatch):
     _, tokenizer = jspec.load_bundled()
     model = jspec.Decoder(OF_BYTES, dtype="bfloat16", rngs=nnx.Rngs(0))
     ids, rng = [[1, 2, 3, 4], [70, 80]], np.random.default_rng(0)
-    answers = [rng.integers(1, 99, size) for size in (3, 8, 1, 5, 8, 2)]
+    answers = [rng.integers(1, 99, size) for size in (3, 7, 1, 5, 6, 2)]
     texts = [[*ids[row // 3], *map(int, answer)] for row, answer in enumerate(answers)]
     case = {"B": 6, "group": 3, "S": 4, "new": 8, "sampling": "t1", "exact": "bits"}
     trial = speed.Trial(case, "m", model, tunix.Prompts.of(tokenizer, model, ids))
     actors = {
         name: tunix.actor_of(model, *[jnp.dtype(name)] * 2) for name in ("bfloat16", "float32")
     }
+    programs = differences._forward._cache_size()
     scores = differences.trainer_scores(actors["float32"], texts, 12)
     common, unused = pytest.importorskip("tunix.rl.common"), trial.prompts.unused
     left, right = np.full((6, 4), unused), np.full((6, 8), unused)
@@ -267,13 +304,14 @@ def test_log_probabilities_are_compared_with_both_forwards(monkeypatch):
     engine: Any = SimpleNamespace(model=object())
     output = SimpleNamespace(tokens=answers, logprobs=ours)
     result = trial.compared(output, engine)
-    assert result["differences"] == {"max": 0, "counts": [27] + [0] * 14}
+    assert result["differences"] == {"max": 0, "counts": [24] + [0] * 14}
     both = result["trainer_differences"]
     assert both["float32"] == result["differences"]
     assert both["bfloat16"]["max"] > 1e-3
-    output.logprobs[1][7] += 0.05
+    output.logprobs[1][6] += 0.05
     found = trial.compared(output, engine)["differences"]
-    assert (found["counts"][0], found["counts"][11]) == (26, 1)
+    assert (found["counts"][0], found["counts"][11]) == (23, 1)
+    assert differences._forward._cache_size() == programs + 2  # one for each dtype
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
