@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jspec.host import KIND, in_host
 from jspec.typing import Array
@@ -87,6 +88,19 @@ def explicit_mesh_sharding(tree: Any) -> NamedSharding | None:
         if isinstance(sharding, NamedSharding) and sharding.mesh.explicit_axes:
             return NamedSharding(sharding.mesh, PartitionSpec())
     return None
+
+
+def device_sharding(tree: Any) -> Sharding | None:
+    """The one device of the arrays of ``tree``; None where that is the default one, or several.
+
+    Arrays that JAX traces have none.
+    """
+    leaves = jax.tree.leaves(tree)
+    arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    devices = {device for x in arrays for device in x.sharding.device_set}
+    with jax.ensure_compile_time_eval():  # also where JAX traces
+        default = jax.device_put(0).devices()
+    return SingleDeviceSharding(*devices) if len(devices) == 1 and devices != default else None
 
 
 def varying_axes(tree: Any) -> frozenset[str]:

@@ -11,11 +11,11 @@ import numpy as np
 from jspec.cache.layout import BLOCK
 from jspec.config import positive, shown
 from jspec.decode.draft import Chain, Drafter, GuidedDraft, SelfDraft
-from jspec.decode.on_mesh import mesh_model
+from jspec.decode.on_mesh import is_on_mesh
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.state import DecodeState
 from jspec.policies import Dense, Streaming
-from jspec.sharding import explicit_mesh_sharding, put
+from jspec.sharding import put
 
 
 class Beginning(NamedTuple):
@@ -154,14 +154,14 @@ def blocks_of(positions: int) -> int:
 
 def check_blocks(options: ResolvedOptions, count: int, capacity: int) -> None:
     """Raise `ValueError` unless requests of ``capacity`` can decode in ``count`` blocks."""
-    config, target = options.config, options.models.target
+    config = options.config
     count, reason = positive("cache_blocks", count), None
     if (needed := blocks_of(capacity)) > count:
         raise ValueError(
             f"cache_blocks={count} of {BLOCK} positions must be at least {needed}, so that a "
             f"request of capacity={capacity} fits"
         )
-    if mesh_model(target) is not None or explicit_mesh_sharding(options.models) is not None:
+    if is_on_mesh(options.models):
         reason = "the model is on a mesh, whose devices share rows in one piece"
     elif config.exact:
         reason = f'exact="{config.exact}" reads rows in one piece'

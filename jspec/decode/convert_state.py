@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jspec.cache import Cache
 from jspec.cache.layout import check_rings
 from jspec.decode.checks import check_started
+from jspec.decode.on_mesh import placing_of
 from jspec.decode.prefill_pass import default_chunk, init_drafter_state, prefill_chunk
 from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models
@@ -17,7 +18,7 @@ from jspec.decode.step import sync_drafter
 from jspec.dispatch import Backends, use_backends
 from jspec.policies import Policy
 from jspec.policies.policy import columns_of, create_cache, with_pages
-from jspec.sharding import Placing, explicit_mesh_sharding, place, with_auto_axes
+from jspec.sharding import Placing, place, with_auto_axes
 from jspec.typing import Array, Model
 
 TOKENS = ("keys", "values")  # the model's columns, as opposed to those of policies
@@ -52,7 +53,7 @@ def convert_state(
     check_rings(source.specs, source.layouts, config.gamma)
     if config.exact:
         check_started(state.exact, config.exact)
-    sharding = explicit_mesh_sharding(models) if sharding is None else sharding
+    sharding = placing_of(models) if sharding is None else sharding
     sizes = (source.specs, source.layouts, len(source.lengths), source.keys(0).dtype, sharding)
     empty = place({"cache": create_cache(config.cache_policy, *sizes)}, sharding)["cache"]
     others = dataclasses.replace(state, cache=None, draft=None)

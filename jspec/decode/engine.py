@@ -56,7 +56,7 @@ class Engine:
     must return the same.
 
     Args:
-        model: The target, whose tokens are decoded.
+        model: The target, whose tokens are decoded. The engine is on its device or its mesh.
         slots: Requests that decode at the same time.
         capacity: Most positions of a request, prompt and new tokens.
         stop_tokens: Most stop tokens of a request, the model's included.
@@ -348,7 +348,8 @@ class Engine:
 
         An array that has the dtype and the sharding of the engine's is taken as it is: nothing is
         copied, and a training step that donates it takes it from the engine, which then needs
-        another update before its next step. Any other is cast and moved, after the engine's earlier
+        another update before its next step. Of one that is replicated over several devices, so is
+        the copy of the engine's device. Any other is cast and moved, after the engine's earlier
         weights were dropped.
 
         Args:

@@ -14,6 +14,7 @@ from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt, agreed_params, as_ids, check_requests, logprobs_of
 from jspec.decode.convert_state import convert_state
 from jspec.decode.logprobs import Logprobs, TokenScores
+from jspec.decode.on_mesh import placing_of
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import check_unrecorded, rounded_capacity, start_decoding
 from jspec.decode.processors import LogitsProcessor, completed
@@ -24,7 +25,7 @@ from jspec.decode.runner import Runner, memory_errors
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import DecodeState, Models, PromptRecord
 from jspec.decode.stats import Stats
-from jspec.sharding import explicit_mesh_sharding, place
+from jspec.sharding import place
 from jspec.typing import Model
 
 START = 16384  # positions a row that `generate` begins with where requests need more
@@ -185,7 +186,7 @@ def _converted(
         processors=completed(processors, params),
         vocab_size=models.target.config.vocab_size,
     )
-    return place(state, explicit_mesh_sharding(models))
+    return place(state, placing_of(models))
 
 
 def _generation(runner: Runner, requests: Sequence[Request], prompt_tokens: int) -> Generation:

@@ -14,7 +14,7 @@ from jspec.cache.layout import layouts_of
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.processes import from_first, in_time
-from jspec.sharding import with_auto_axes
+from jspec.sharding import Placing, device_sharding, explicit_mesh_sharding, with_auto_axes
 from jspec.typing import Model
 
 
@@ -64,6 +64,22 @@ class MeshModel(Model, Protocol):
 def mesh_model(model: Model) -> MeshModel | None:
     """``model`` if it has a mesh of its own, else None."""
     return cast(MeshModel, model) if hasattr(model, "over_mesh") else None
+
+
+def is_on_mesh(models: Models) -> bool:
+    """Whether ``models`` are on a mesh of the target's own, or on an Explicit one."""
+    return mesh_model(models.target) is not None or explicit_mesh_sharding(models) is not None
+
+
+def placing_of(models: Models) -> Placing:
+    """Where arrays lie that are computed with ``models``, as `jspec.start_decoding` takes it.
+
+    As the target's own mesh says, replicated over their Explicit mesh, or on the target's device.
+    """
+    on_mesh = mesh_model(models.target)
+    if on_mesh is not None:
+        return on_mesh.placing
+    return explicit_mesh_sharding(models) or device_sharding(models.target)
 
 
 def layouts_for(

@@ -24,6 +24,7 @@ from jspec.dispatch import Backends
 from jspec.ops.stochastic import Rule
 from jspec.policies import Dense, Policy
 from jspec.policies.prepare import prepare_params
+from jspec.sharding import device_sharding, place
 from jspec.typing import Model
 
 Gamma = int | Literal["auto"] | None
@@ -250,6 +251,8 @@ def _prepared(models: Models, config: StepConfig, *, makes_params: bool) -> Mode
         models = models._replace(policy=prepare_params(config.cache_policy, models.target))
     if (on_mesh := mesh_model(models.target)) is not None:
         models = on_mesh.placed(models)
+    elif models.policy is not None and (device := device_sharding(models.target)) is not None:
+        models = models._replace(policy=place(models.policy, device))
     return config.draft.prepare(models)
 
 

@@ -25,7 +25,7 @@ from jspec.decode.checks import (
     prompt_logprobs_of,
     strongest,
 )
-from jspec.decode.on_mesh import layouts_for, mesh_model
+from jspec.decode.on_mesh import layouts_for, mesh_model, placing_of
 from jspec.decode.prefill_pass import (
     BUSY_PASS,
     default_chunk,
@@ -53,7 +53,7 @@ from jspec.decode.settings import StepConfig, check_arrays
 from jspec.decode.state import DecodeState, Models, PromptRecord
 from jspec.ops.cached import FLOAT8
 from jspec.policies.policy import create_cache
-from jspec.sharding import Placing, explicit_mesh_sharding, place
+from jspec.sharding import Placing, place
 from jspec.typing import Model
 
 CAPACITY_STEP = 256  # capacities are rounded up to this, so that close ones share a program
@@ -98,8 +98,8 @@ def start_decoding(
         sharding: Where the state's arrays lie, each of which begins with the batch axis. A sharding
             over batch rows, such as ``NamedSharding(mesh, P("rows"))``, or a function of an array's
             name and shape, such as ``"cache.columns.0.keys"`` and ``(B, S, K, H)``. None is the
-            default device, or the Explicit mesh that the model is on. A model with a mesh of its
-            own, such as `jspec.helix.Sharded`, places the state itself.
+            one device, or the Explicit mesh, that the model is on, else the default device. A model
+            with a mesh of its own, such as `jspec.helix.Sharded`, places the state itself.
         grows: Whether ``capacity`` may be less than the longest request needs, as the caller raises
             it in time by `jspec.grow_capacity`.
         processors: Logits processors of all requests, after those that their ``params`` need.
@@ -248,8 +248,8 @@ class _Start:
         on_mesh = mesh_model(models.target)
         if on_mesh is not None:
             on_mesh.check(config)
-            models, sharding = on_mesh.placed(models), on_mesh.placing
-        sharding = explicit_mesh_sharding(models) if sharding is None else sharding
+            models, sharding = on_mesh.placed(models), None
+        sharding = placing_of(models) if sharding is None else sharding
         tokens, lengths = padded(ids, self.capacity)
         total = int(lengths.max()) - 1
         passes = self._passes(len(ids), total)

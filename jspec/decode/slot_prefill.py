@@ -14,7 +14,7 @@ import numpy as np
 from jspec.cache import Cache
 from jspec.config import SamplingParams
 from jspec.decode.blocks import Beginning
-from jspec.decode.on_mesh import mesh_model
+from jspec.decode.on_mesh import is_on_mesh, placing_of
 from jspec.decode.options import ResolvedOptions
 from jspec.decode.prefill import start_empty
 from jspec.decode.prefill_pass import (
@@ -32,7 +32,7 @@ from jspec.decode.rows import PackedRows, insert_row, packed_rows, padded
 from jspec.decode.slot_programs import prefill_slots, row_of, sum_of, synced_drafter
 from jspec.decode.slot_texts import SlotTexts
 from jspec.decode.state import DecodeState, PromptRecord
-from jspec.sharding import explicit_mesh_sharding, place
+from jspec.sharding import place
 from jspec.typing import Array
 
 MAX_ROWS = 8  # most prompts of a pass that differ
@@ -133,12 +133,9 @@ class SlotPrefill:
         self.chunk = chunk if is_alone else min(chunk, capacity)
         sizes = pass_sizes(chunk, BUSY_PASS if is_alone else SHORTEST_PASS)
         self._sizes = sorted({min(size, self.chunk) for size in sizes})
-        on_mesh = mesh_model(options.models.target)
-        self._sharding = (
-            explicit_mesh_sharding(options.models) if on_mesh is None else on_mesh.placing
-        )
+        self._sharding = placing_of(options.models)
         storage = options.config.cache_policy.storage
-        self._has_passes = self._sharding is None and storage is None and not is_alone
+        self._has_passes = not (is_on_mesh(options.models) or storage is not None or is_alone)
         self._prefixes: dict[tuple[int, ...], Row] = {}
         self.current_row = self._fresh_row(np.zeros(1, np.int32))
         cache = self.current_row.cache
