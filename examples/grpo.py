@@ -5,13 +5,16 @@ samples a group of answers to each prompt. The trainer raises the probability of
 that are better than their group (Shao et al. 2024, equation 3, without the KL term), and the engine
 goes on with its weights.
 
-Run: python examples/grpo.py --steps 25 --picture reward.png
+On several GPUs each has an engine with its share of the prompts and of the trainer's batch.
+
+Run: python examples/grpo.py --steps 25 --devices 4 --picture reward.png
 """
 
 import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jspec
 
@@ -121,11 +125,30 @@ def train_step_of(
     return train_step
 
 
+@dataclasses.dataclass
+class Compilations:
+    """Programs that XLA compiled since it was made."""
+
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
 def tokens_and_logprobs(groups: Sequence[Sequence[jspec.Request]]) -> tuple[list[Any], list[Any]]:
     """The tokens of all answers, and their log-probabilities."""
     answers = [answer for group in groups for answer in group]
     scores = [answer.logprobs for answer in answers]
     return [x.tokens for x in answers], [x.sampling.logprobs for x in scores if x is not None]
+
+
+def run(engines: Sequence[jspec.Engine]) -> None:
+    """Decode all requests; each engine has a thread, which waits for its device."""
+    with ThreadPoolExecutor(len(engines)) as threads:
+        list(threads.map(jspec.Engine.run, engines))
 
 
 def params_of(new: int, seed: int) -> jspec.SamplingParams:
@@ -142,60 +165,72 @@ def draw(rewards: Sequence[float], picture: Path) -> None:
     figure.savefig(picture)
 
 
-def main(arguments: Sequence[str] | None = None) -> list[float]:
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--answers", type=int, default=8, help="of a group")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--devices", type=int, default=1, choices=(1, 2, 4))  # divide the prompts
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args(arguments)
+    if asked.devices > jax.device_count():
+        parser.error(f"--devices {asked.devices} must be at most {jax.device_count()}, JAX's own")
+    return asked
 
+
+def main(arguments: Sequence[str] | None = None) -> list[float]:
+    asked = parsed(arguments)
+    devices = jax.devices()[: asked.devices]
+    mesh = Mesh(np.array(devices), ("data",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    by_rows = NamedSharding(mesh, PartitionSpec("data"))
     model, tokenizer = jspec.load_bundled(dtype="float32")
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     size = max(map(len, prompts)) + asked.new
-    engine = jspec.Engine(
-        model,
-        slots=len(prompts) * asked.answers,
-        capacity=size,
-        draft=jspec.SuffixDraft(other_rows=True),
-        gamma=4,
-        logprobs=0,
-    )
-    graph, weights = nnx.split(model)
+    engines = [
+        jspec.Engine(
+            jax.device_put(model, device),
+            slots=len(prompts) * asked.answers // len(devices),
+            capacity=size,
+            draft=jspec.SuffixDraft(other_rows=True),
+            gamma=4,
+            logprobs=0,
+        )
+        for device in devices
+    ]
+    graph, weights = nnx.split(jax.device_put(model, everywhere))
     optimizer = optax.adam(1e-4)
-    state, train_step = (
-        optimizer.init(weights),
-        train_step_of(partial(log_probabilities, graph), optimizer),
-    )
-    means, compilations = [], 0
+    state = jax.device_put(optimizer.init(weights), everywhere)
+    train_step = train_step_of(partial(log_probabilities, graph), optimizer)
+    means, compiled, compilations = [], [], Compilations()
     for step in range(asked.steps):
         begin = time.perf_counter()
         first = asked.seed + step * len(prompts) * asked.answers
         groups = [
-            engine.submit_group(
+            engines[index % len(engines)].submit_group(
                 prompt, params_of(asked.new, first + index * asked.answers), n=asked.answers
             )
             for index, prompt in enumerate(prompts)
         ]
-        engine.run()
+        run(engines)
         rewards = np.array([[reward(tokenizer.decode(x.tokens)) for x in g] for g in groups])
         decoded = time.perf_counter()
         batch = batch_of(prompts, *tokens_and_logprobs(groups), rewards, size)
-        weights, state, difference = train_step(weights, state, batch)
+        weights, state, difference = train_step(weights, state, jax.device_put(batch, by_rows))
         difference = float(difference)  # waits for the step
         trained = time.perf_counter()
-        engine.update(weights)
+        for engine in engines:
+            engine.update(weights)
         updated = time.perf_counter()
-        if step == 0:
-            compilations = engine.stats.compilations
+        compiled.append(compilations.count - sum(compiled))
         means.append(float(rewards.mean()))
         print(
             f"step {step + 1}: reward {means[-1]:.3f}, log-probabilities differ by at most "
             f"{difference:.1e}; rollouts {decoded - begin:.2f} s, training {trained - decoded:.2f} "
             f"s, update {1e3 * (updated - trained):.1f} ms"
         )
-    print(f"programs compiled after the first step: {engine.stats.compilations - compilations}")
+    print(f"programs compiled after the first step: {sum(compiled[1:])}")
     if asked.picture is not None:
         draw(means, asked.picture)
     return means

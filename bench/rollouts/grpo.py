@@ -43,19 +43,6 @@ DEFAULT: Case = {"answers": 16, "new": 64, "steps": 40, "target": 0.8}
 
 
 @dataclasses.dataclass
-class Compilations:
-    """Programs that XLA compiled since it was made."""
-
-    count: int = 0
-
-    def __post_init__(self) -> None:
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-
-@dataclasses.dataclass
 class Trial:
     """A case: the trainer's first weights, its step, and what rollouts are called with."""
 
@@ -72,7 +59,7 @@ class Trial:
         graph, self.weights = nnx.split(tunix.actor_of(self.model, jnp.float32))
         self.optimizer = optax.adam(RATES.get(self.name, RATE))
         self.train = grpo.train_step_of(partial(tunix.log_probabilities, graph), self.optimizer)
-        self.compilations = Compilations()
+        self.compilations = grpo.Compilations()
 
     def rollout(self, name: str) -> Any:
         actor = tunix.actor_of(self.model)

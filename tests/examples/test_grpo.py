@@ -55,11 +55,51 @@ def test_the_first_gradient_is_that_of_the_policy_gradient(tiny):
     assert all(not x.any() for x in jax.tree.leaves(gradient))
 
 
-@pytest.mark.slow
-def test_a_small_model_learns_the_rule(monkeypatch, capsys, tmp_path):
+@pytest.fixture
+def small_model(monkeypatch):
+    """In place of the bundled one, and trained with larger steps."""
     model, (_, tokenizer) = make_decoder(OF_BYTES, seed=1), jspec.load_bundled()
     monkeypatch.setattr(jspec, "load_bundled", lambda dtype: (model, tokenizer))
     monkeypatch.setattr(grpo.optax, "adam", lambda rate, adam=grpo.optax.adam: adam(3e-3))
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="the example runs on four devices")
+def test_four_devices_give_the_answers_of_one(small_model, monkeypatch, capsys):
+    """Of all steps, so that each engine has the weights of the step before."""
+    batches, engines, train_step_of, run = [], [], grpo.train_step_of, grpo.run
+
+    def recorded(*args):
+        step = train_step_of(*args)
+        return lambda weights, state, batch: (batches.append(batch), step(weights, state, batch))[1]
+
+    monkeypatch.setattr(grpo, "train_step_of", recorded)
+    monkeypatch.setattr(grpo, "run", lambda x: (engines.append(x), run(x)))
+    rewards = []
+    for devices in ("1", "4"):
+        arguments = ["--steps", "3", "--answers", "2", "--new", "8", "--devices", devices]
+        with jax.numpy_dtype_promotion("standard"):  # which optax needs
+            rewards.append(grpo.main(arguments))
+        assert capsys.readouterr().out.splitlines()[-1].endswith("after the first step: 0")
+    for one, four in zip(batches[:3], batches[3:], strict=True):
+        np.testing.assert_array_equal(one.tokens, four.tokens)
+        assert one.is_answer.sum() == 8 * 8
+        assert [x.data.shape[0] for x in four.tokens.addressable_shards] == [2] * 4
+    assert rewards[0] == rewards[1]
+    for count, group in ((1, engines[2]), (4, engines[5])):
+        places = [{d for x in jax.tree.leaves(e.model) for d in x.devices()} for e in group]
+        assert places == [{device} for device in jax.devices()[:count]]
+        assert [engine.stats.rows for engine in group] == [24 // count] * count
+
+
+def test_more_devices_than_there_are_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        grpo.main(["--devices", "4"])
+    assert "--devices 4 must be at most 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_small_model_learns_the_rule(small_model, capsys, tmp_path):
     picture = tmp_path / "reward.png"
     with jax.numpy_dtype_promotion("standard"):  # which optax needs
         rewards = grpo.main(["--steps", "30", "--picture", str(picture)])
