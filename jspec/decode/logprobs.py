@@ -70,7 +70,8 @@ class Logprobs:
             processors, as `jspec.score_tokens` gives them.
         sampling: Under the distribution that the token was drawn from: of processed logits, at the
             request's temperature, without what its filters remove, of which the log-probability is
-            minus infinity. A greedy token has log-probability 0.
+            minus infinity. A greedy token has log-probability 0. At temperature 1, without filters
+            and processors, they are those of the model.
         passing_counts: int32 ``[n]``: tokens that pass the filters; 1 for a greedy request.
     """
 
@@ -174,6 +175,8 @@ def verified_logprobs(
     least = jnp.full(tokens.shape, -jnp.inf)
     if state.mode == "filtered":
         least = smallest_kept(processed, settings, vocabulary)
+    # Draws at temperature 1 have log2(e) to 16 bits; log-probabilities are then the model's.
+    factors = jnp.where(state.sampling.temperature == 1, 1, settings.rate * np.float32(np.log(2)))
     highest = vocabulary.max(logits.max(axis=-1))
     highest_processed = vocabulary.max(processed.max(axis=-1))
     passes = (processed > -jnp.inf) & (processed >= least[..., None])
@@ -184,7 +187,7 @@ def verified_logprobs(
         """Of processed logits ``x [B, T, n]``, the largest of which is 0; -inf without a share."""
         # Differences, as the product of a large logit and a small temperature's rate overflows.
         below = x - highest_processed[..., None]
-        powers = below * (settings.rate * np.float32(np.log(2)))[:, None, None]
+        powers = below * factors[:, None, None]
         passes = (x > -jnp.inf) & (x >= least[..., None])
         powers = jnp.where(passes, powers, -jnp.inf)
         return jnp.where(is_certain[..., None], jnp.where(is_token, 0.0, -jnp.inf), powers)

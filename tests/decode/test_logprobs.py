@@ -262,9 +262,9 @@ def test_their_bits_do_not_depend_on_the_batch():
             np.testing.assert_array_equal(ours[0, 0], theirs[row, place])
 
 
-def settings_of_steps(mode: SamplingMode, count: int, rows: int) -> Any:
-    """What `verified_logprobs` takes of the state of greedy rows."""
-    sampling = sampling_of([jspec.SamplingParams(seed=0)] * rows)
+def settings_of_steps(mode: SamplingMode, count: int, rows: int, temperature: float = 0.0) -> Any:
+    """What `verified_logprobs` takes of the state of rows without filters."""
+    sampling = sampling_of([jspec.SamplingParams(temperature=temperature, seed=0)] * rows)
     return SimpleNamespace(mode=mode, logprobs=count, sampling=sampling)
 
 
@@ -282,6 +282,16 @@ def test_greedy_rows_are_scored_alike_in_every_mode():
     assert not greedy.sampling.logprobs.any()
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, greedy, other)
+
+
+@pytest.mark.parametrize("mode", ["sampled", "filtered"])
+def test_at_temperature_one_a_token_is_drawn_from_the_model(mode):
+    """Bit for bit, as a trainer takes them that scores with the model."""
+    logits = 9 * np.random.default_rng(0).standard_normal((2, 3, 60)).astype(np.float32)
+    tokens = logits.argsort(axis=-1)[..., 7].astype(np.int32)
+    score = jax.jit(partial(verified_logprobs, settings_of_steps(mode, 3, 2, 1.0), axes=None))
+    got = score(logits, logits, tokens)
+    jax.tree.map(np.testing.assert_array_equal, got.sampling, got.model)
 
 
 def test_a_step_reads_the_vocabulary_few_times():
