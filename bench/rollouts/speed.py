@@ -33,6 +33,7 @@ from jspec.cli.compile_cache import keep_programs
 
 CALLS = 3  # timed ones
 CHECKED = check.ROWS
+SCORED = 64  # texts of a batch that is scored
 SAMPLING = {"greedy": 0.0, "t1": 1.0}
 DRAFTS = (PLAIN, "ngram", "suffix")
 # B: answers; group: of them to a prompt; S and new: most tokens of a prompt and of an answer.
@@ -156,7 +157,8 @@ class Trial:
         texts = [[*ids[row // group], *map(int, x)] for row, x in enumerate(output.tokens)]
         exact: Any = "bits" if engine is not None and self.case["exact"] == "bits" else None
         model = self.model if engine is None else engine.model
-        scores = jspec.score_tokens(model, texts, exact=exact)
+        pieces = [texts[i : i + SCORED] for i in range(0, len(texts), SCORED)]
+        scores = [x for piece in pieces for x in jspec.score_tokens(model, piece, exact=exact)]
         size, of_trainer = max(map(len, ids)) + self.case["new"], {}
         for dtype in dict.fromkeys((self.model.dtype, jnp.dtype("float32"))):
             actor = tunix.actor_of(self.model, dtype, dtype)
