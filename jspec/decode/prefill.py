@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -254,8 +255,6 @@ class _Start:
         total = int(lengths.max()) - 1
         passes = self._passes(len(ids), total)
         cache, drafter_state = self._empty(models, lengths - 1, sharding)
-        run = self.run
-        call = prefill_chunk if run is None else (lambda *a, **s: run(prefill_chunk, *a, **s))
         prompts = jax.device_put(tokens)  # jnp.asarray compiles a program for each shape
         count, experts = prompt_logprobs_of(params), asks_experts(params)
         records = [(empty_record(models, (len(ids), 0), count, experts), 0)]
@@ -265,7 +264,7 @@ class _Start:
             ends = bool(((begin <= last) & (last < begin + size)).any())
             static = {"config": config, "size": size, "selects": config.selects_in_prefill and ends}
             static |= {"prompt_logprobs": count, "routed_experts": experts}
-            cache, drafter_state, record = call(*args, **static)
+            cache, drafter_state, record = self._call(prefill_chunk, *args, **static)
             records.append((record, size))
             if on_prefill is not None:
                 jax.block_until_ready(cache)
@@ -305,6 +304,11 @@ class _Start:
             on_prompt_records(tuple(records))
         return state
 
+    def _call(self, function: Callable[..., Any], *args: Any, **static: Any) -> Any:
+        """``function(*args, **static)``, by ``run`` where there is one."""
+        call = function if self.run is None else functools.partial(self.run, function)
+        return call(*args, **static)
+
     def _passes(self, batch: int, total: int) -> list[tuple[int, int]]:
         """Begin and size of each pass over ``batch`` prompts, the longest of ``total`` tokens."""
         chunk = default_chunk(batch) if self.chunk is None else self.chunk
@@ -323,7 +327,7 @@ class _Start:
         cache = create_cache(config.cache_policy, specs, self.layouts, batch, self.dtype, sharding)
         cache = cache.with_lengths(cached)  # on the host until all is placed
         sizes = {"batch": batch, "capacity": self.capacity}
-        drafter_state = init_drafter_state(models, config=config, **sizes)
+        drafter_state = self._call(init_drafter_state, models, config=config, **sizes)
         empty = place({"cache": cache, "draft": drafter_state}, sharding)
         return empty["cache"], empty["draft"]
 

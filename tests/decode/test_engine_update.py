@@ -15,10 +15,12 @@ from flax import nnx
 
 from jspec import helix
 from jspec.config import SamplingParams
+from jspec.decode import chunks as chunks_module
 from jspec.decode import weights as weights_module
 from jspec.decode.engine import Engine
 from jspec.decode.generation import generate
 from jspec.decode.processors import completed
+from jspec.decode.programs import Programs
 from jspec.decode.state import FlatModels, Models
 from jspec.decode.weights import WeightTypes, array_like, name_of
 from tests.conftest import ONE_LAYER, make_decoder
@@ -359,7 +361,7 @@ def test_a_released_cache_is_free_memory_and_its_requests_go_on(models, expected
         gc.collect()
         return sum(x.nbytes for x in jax.live_arrays())
 
-    served(engine)  # compiles
+    engine.warm_up()
     compiled, whole = len(COMPILED), live()
     cache = engine._runner.state.cache.nbytes * 4 // 3  # and the row for a prompt
     requests = first_chunk(engine)
@@ -374,6 +376,27 @@ def test_a_released_cache_is_free_memory_and_its_requests_go_on(models, expected
     engine.run()
     assert tuple(request.tokens for request in requests) == (*expected[0], expected[0][0])
     assert len(COMPILED) == compiled
+
+
+@pytest.mark.parametrize(
+    "name", default_run(["none", "chain-of-models", "lossy-host", "mesh"], "none")
+)
+def test_programs_of_others_take_none_of_the_cache(name, models, monkeypatch, compiled):
+    """A cache is restored without compiling, whatever ran since the engine was made."""
+    programs = Programs(limit=1)
+    monkeypatch.setattr(chunks_module, "PROGRAMS", programs)
+    if name == "mesh":
+        if jax.device_count() < 4:
+            pytest.skip("the mesh has four devices")
+        config = helix.HelixConfig(kvp=2, tpa=2, block=4)
+        engine = engine_of(helix.shard(models[0], config), "ngram")
+    else:
+        engine = engine_of(models[0], name, models[2])
+    programs(jax.jit(jnp.negative), np.float32(1))
+    before = compiled()
+    engine.release_cache()
+    engine.restore_cache()
+    assert compiled() == before
 
 
 def test_weights_are_updated_while_the_cache_is_released(models, expected, engine):

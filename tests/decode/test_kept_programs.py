@@ -206,7 +206,7 @@ def test_what_compiling_took_is_in_no_other_time(tiny, monkeypatch):
         late[0] += 1000 * begins
         heard.append(begins)
 
-    for begun, expected in ((2, [True, False] * 2), (0, [])):
+    for begun, expected in ((3, [True, False] * 3), (0, [])):
         heard: list[bool] = []
         params = SamplingParams(max_new_tokens=6)
         settings = {"draft": STREAMING, "on_compile": on_compile}
