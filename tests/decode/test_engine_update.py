@@ -338,7 +338,7 @@ def test_a_draft_model_that_the_caller_passed_stays(models):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
-def test_weights_go_to_the_devices_of_the_engine(models):
+def test_weights_go_to_the_devices_of_the_engine(models, behind):
     """From one device to the shares of a mesh, also from those of another mesh."""
     first, second = (helix.HelixConfig(kvp=k, tpa=t, block=4) for k, t in ((2, 2), (4, 1)))
     engine = engine_of(helix.shard(models[0], first), "ngram")
