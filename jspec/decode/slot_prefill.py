@@ -38,9 +38,6 @@ from jspec.typing import Array
 MAX_ROWS = 8  # most prompts of a pass that differ
 MAX_REQUESTS = 16  # most requests of a pass
 # What passes record for prompts whose requests do not ask.
-# Tokens that a slot has of a short prompt from which on to start from them: to prefill fewer takes
-# about as long as to copy the slot.
-MANY_SHARED = 512
 NOTHING: dict[str, Any] = {"prompt_logprobs": None, "routed_experts": False}
 IDLE = Request(np.zeros(1, np.int32), SamplingParams(seed=0), (), None)  # of a row that is unused
 
@@ -75,10 +72,9 @@ class Row:
 class SlotPrefill:
     """Prefills prompts for the slots of a running batch.
 
-    A *short* prompt, of at most ``chunk + 1`` tokens of which no slot has `MANY_SHARED`, is
-    prefilled straight into its slot, where there are several in one pass: few tokens take about as
-    long as reading the weights, which they share. Requests with equal prompts share a row of the
-    pass. Any other prompt is prefilled in
+    A *short* prompt, of at most ``chunk + 1`` tokens, is prefilled straight into its slot, where
+    there are several in one pass: few tokens take about as long as reading the weights, which they
+    share. Requests with equal prompts share a row of the pass. Any other prompt is prefilled in
     pieces of at most ``chunk`` tokens in a row of cache of its own, which is then copied to a slot,
     and to those of the requests with the same prompt that follow. So are all prompts on a mesh, all
     whose policy stores keys in the host's memory, and those after a shared prefix, which start from
@@ -211,13 +207,9 @@ class SlotPrefill:
     # --- short prompts ----------------------------------------------------------------------------
 
     def is_short(self, prompt: np.ndarray) -> bool:
-        """Whether `fill` is to prefill the prompt."""
-        if not self._has_passes or len(prompt) - 1 > self.chunk:
-            return False
-        if self._longest_prefix(prompt) is not None:
-            return False
-        is_long = self._finds_prefixes and len(prompt) > MANY_SHARED
-        return not is_long or not self.texts.has(prompt, MANY_SHARED)
+        """Whether `fill` can prefill the prompt."""
+        fits = self._has_passes and len(prompt) - 1 <= self.chunk
+        return fits and self._longest_prefix(prompt) is None
 
     def group(self, prompts: Sequence[np.ndarray]) -> tuple[int, int, int]:
         """How many of the first ``prompts``, which are short, go into one pass.

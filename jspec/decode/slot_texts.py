@@ -84,14 +84,6 @@ class SlotTexts:
         shared = ((slot, self.shared_tokens(prompt, text)) for slot, text in texts)
         return max(shared, key=lambda pair: pair[1], default=(0, 0))
 
-    def has(self, prompt: np.ndarray, count: int) -> bool:
-        """Whether a slot has the first ``count`` tokens of ``prompt``, or more."""
-        only = self._only_prefilled
-        alike = (x for x in self._texts.values() if _begins(prompt, x.prompt[:count]))
-        return any(
-            self.shared_tokens(prompt, x.cached(only_prefilled=only)) >= count for x in alike
-        )
-
     def shared_tokens(self, prompt: np.ndarray, cached: np.ndarray) -> int:
         """How many first tokens of ``prompt`` a row has that has ``cached``; 0 if they are few."""
         # One token at least is left, whose query selects what a guided draft reads.

@@ -8,7 +8,6 @@ import pytest
 
 from jspec import helix
 from jspec.config import SamplingParams
-from jspec.decode import slot_prefill
 from jspec.decode.draft import SelfDraft
 from jspec.decode.engine import Engine
 from tests.conftest import TINY, make_decoder
@@ -66,20 +65,6 @@ def test_turns_of_a_conversation_are_prefilled_once(name, deep, other):
     # and a lossy policy decodes with other keys and values than a prefill gives.
     new = {"lossy": 10 + 3 + 1 + 3, "quest": 1 + 3 + 3}.get(name, 1 + 3)
     assert engine.stats.prompt_tokens <= 3 * (66 + 3 * new)
-
-
-def test_short_prompts_start_from_a_slot_that_has_many_of_their_tokens(deep, monkeypatch):
-    """The others, as the first ones here, go straight into their slots."""
-    monkeypatch.setattr(slot_prefill, "MANY_SHARED", 64)
-    engine, fills = engine_of(deep, "none", prefill_chunk=128), []
-    fill = engine._scheduler.prefill.fill
-    monkeypatch.setattr(
-        engine._scheduler.prefill, "fill", lambda *x: fills.append(len(x[-1])) or fill(*x)
-    )
-    given, answers = converse(engine, users=2, turns=3)
-    assert sum(fills) == 2
-    assert answers == apart(deep, "none", given).tokens
-    assert engine.stats.prompt_tokens <= 2 * (66 + 2 * (1 + 3))
 
 
 @pytest.mark.parametrize("name", default_run(["suffix", "vegas", "lossy"], "lossy"))
