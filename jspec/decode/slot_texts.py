@@ -17,11 +17,13 @@ class SlotText(NamedTuple):
 
     Attributes:
         prompt: int32 ``[n]``: its prompt.
+        first: The bytes of the prompt's first `SHARED` tokens, which are fast to compare.
         tokens: Its tokens, a list that grows while it decodes.
         prefilled: How many of both were prefilled, and not decoded.
     """
 
     prompt: np.ndarray
+    first: bytes
     tokens: list[int]
     prefilled: int
 
@@ -68,7 +70,8 @@ class SlotTexts:
         """The ``requests`` are in ``slots`` from now on."""
         for slot, request in zip(slots, requests, strict=True):
             self._texts.pop(slot, None)
-            self._texts[slot] = SlotText(request._prompt, request._tokens, request._length)
+            prompt, first = request._prompt, request._prompt[:SHARED].tobytes()
+            self._texts[slot] = SlotText(prompt, first, request._tokens, request._length)
 
     def by_age(self, slots: Sequence[int]) -> list[int]:
         """``slots``, those first that were filled longest ago: their texts are needed least."""
@@ -77,9 +80,9 @@ class SlotTexts:
 
     def slot_with(self, prompt: np.ndarray) -> tuple[int, int]:
         """The slot that has the most first tokens of ``prompt``, and how many."""
-        only = self._only_prefilled
+        only, first = self._only_prefilled, prompt[:SHARED].tobytes()
         # Most texts begin otherwise, which is known without looking at their tokens.
-        alike = ((slot, x) for slot, x in self._texts.items() if _begins(prompt, x.prompt[:SHARED]))
+        alike = ((slot, x) for slot, x in self._texts.items() if first.startswith(x.first))
         texts = ((slot, x.cached(only_prefilled=only)) for slot, x in alike)
         shared = ((slot, self.shared_tokens(prompt, text)) for slot, text in texts)
         return max(shared, key=lambda pair: pair[1], default=(0, 0))
@@ -95,7 +98,3 @@ class SlotTexts:
         # The page after them may summarise positions that the prompt does not have.
         count -= count % self._unit
         return count if count >= SHARED else 0
-
-
-def _begins(prompt: np.ndarray, text: np.ndarray) -> bool:
-    return np.array_equal(prompt[: len(text)], text)
