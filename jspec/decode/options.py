@@ -43,7 +43,8 @@ class DecodeOptions(TypedDict, total=False):
         gamma: Most draft tokens per step. ``"auto"`` chooses it for each chunk by measured times
             and acceptance (docs/drafting.md). None, the default, is ``"auto"`` where that changes
             no seeded token, as `usual_gamma` says.
-        draft_model: The second model, for ``ModelDraft()``.
+        draft_model: The second model, for ``ModelDraft()``. Where the target is on another device
+            than the default one, it is copied there.
         target: The policy by which the model itself reads the context when it decodes. The default
             is ``Dense()``; any other is not lossless, and needs ``draft=None``.
         rule: ``"token"``, the default, or ``"block"``, as in `StepConfig`.
@@ -251,8 +252,9 @@ def _prepared(models: Models, config: StepConfig, *, makes_params: bool) -> Mode
         models = models._replace(policy=prepare_params(config.cache_policy, models.target))
     if (on_mesh := mesh_model(models.target)) is not None:
         models = on_mesh.placed(models)
-    elif models.policy is not None and (device := device_sharding(models.target)) is not None:
-        models = models._replace(policy=place(models.policy, device))
+    elif (device := device_sharding(models.target)) is not None:
+        draft, policy = place((models.draft, models.policy), device)
+        models = models._replace(draft=draft, policy=policy)
     return config.draft.prepare(models)
 
 

@@ -54,8 +54,7 @@ def places(tree):
 def test_an_engine_is_on_the_device_of_its_model(name, models, compiled):
     """With all that it makes, and takes its copy of weights that each device has."""
     device = jax.devices()[1]
-    model, second = jax.device_put(models[0], device), jax.device_put(models[2], device)
-    engine = engine_of(model, name, second, capacity=64)
+    engine = engine_of(jax.device_put(models[0], device), name, models[2], capacity=64)
     engine.warm_up()
     expected = [apart(x, name, REQUESTS, models[2]).tokens for x in models[:2]]
     assert served(engine) == expected[0]
