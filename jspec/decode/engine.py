@@ -318,7 +318,8 @@ class Engine:
             self._scheduler.resume(self._runner.make_room())
             if self._scheduler.can_prefill:
                 self._runner.chunks.follow(self._scheduler.prefill_prompts)
-            return self._runner.decode(waiting=self._scheduler.busy)
+            waiting, fills = self._scheduler.busy, self._scheduler.can_prefill
+            return self._runner.decode(waiting=waiting, fills=fills)
 
     def warm_up(self) -> None:
         """Compile every program that any mix of requests can need, before the first request."""

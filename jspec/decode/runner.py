@@ -232,17 +232,18 @@ class Runner:
         self.remove(*requests)
         return requests
 
-    def decode(self, *, waiting: bool = False) -> tuple[Request, ...]:
+    def decode(self, *, waiting: bool = False, fills: bool = False) -> tuple[Request, ...]:
         """Run a chunk of steps, if there is a request; returns the requests that it ended.
 
-        ``waiting``: whether other requests wait for slots.
+        ``waiting``: whether other requests wait for slots. ``fills``: whether one of them may fill
+        a free slot before the next chunk, and waits for no blocks.
         """
         if not self.chunks.running:
             if not self.busy:
                 self.chunks.wait_for_prompts()
                 return ()
             self._start()
-        if self._looks_ahead(waiting):
+        if self._looks_ahead(waiting, fills):
             self._start()
         return self._read()
 
@@ -280,7 +281,7 @@ class Runner:
         chunk.requests = list(self.slots)
         self.state = dataclasses.replace(state, mode=mode, logprobs=None)
 
-    def _looks_ahead(self, waiting: bool) -> bool:
+    def _looks_ahead(self, waiting: bool, fills: bool) -> bool:
         """Whether to start the next chunk before the running one is read.
 
         Not while the device must be told of rows that the caller ended: it is unknown which other
@@ -293,6 +294,8 @@ class Runner:
         left = self._left()
         # Slots that were filled after the running chunk begin with the next one.
         left[list(self.chunks.running[0].filled)] = np.iinfo(left.dtype).max
+        if waiting and not fills:  # nothing is lost by slots that stay free in any case
+            left[[request is None for request in self.slots]] = np.iinfo(left.dtype).max
         return self.chunks.looks_ahead(left, waiting=waiting)
 
     def _left(self) -> np.ndarray:

@@ -14,6 +14,7 @@ import jspec
 from jspec.cache.layout import BLOCK
 from jspec.config import SamplingParams
 from jspec.decode.blocks import Beginning, Blocks
+from jspec.decode.chunks import Chunks
 from jspec.decode.draft import GuidedDraft, NgramDraft, SelfDraft
 from jspec.decode.engine import Engine
 from jspec.decode.request import Request
@@ -186,6 +187,34 @@ def test_a_request_waits_for_blocks_and_not_for_slots(engine, behind):
     assert not any(x.finished for x in two)
     engine.run()
     assert {x.finished for x in (*two, *last)} == {"length"}
+
+
+@pytest.mark.parametrize(("length", "steps", "is_counted"), [(200, 5, False), (90, 1, True)])
+def test_a_free_slot_that_lacks_blocks_does_not_count(
+    length, steps, is_counted, engine, monkeypatch
+):
+    """A chunk that runs ahead takes it from nobody; the shorter prompt fits, and is in prefill."""
+    monkeypatch.setattr("jspec.decode.scheduler.MAX_PIECES", 1)
+    asked = []
+
+    def looks_ahead(self, left, *, waiting):
+        asked.append((left.tolist(), waiting))
+        return False
+
+    monkeypatch.setattr(Chunks, "looks_ahead", looks_ahead)
+    params = SamplingParams(max_new_tokens=50)
+    two = [engine.submit(x, params) for x in prompts((200, 180))]
+    while not all(x.tokens for x in two):
+        engine.step()
+    engine.submit(prompts((length,), seed=3)[0], params)
+    for _ in range(steps):
+        asked.clear()
+        engine.step()
+    ((left, waiting),) = asked
+    assert waiting
+    assert engine._runner.slots.count(None) == 1
+    assert (0 in left) == is_counted
+    engine.run()
 
 
 def test_texts_are_found_until_their_blocks_are_taken(engine, behind):
