@@ -18,6 +18,56 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// x / 2^count, 0 from 32 on.
+__device__ __forceinline__ uint32_t shifted_right(uint32_t x, uint32_t count) {
+  uint32_t result;
+  asm("shr.u32 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(count));
+  return result;
+}
+
+// The low half of a word as the high half of a word of zeros. The compiler would make a
+// multiplication of a shift.
+__device__ __forceinline__ uint32_t low_half_to_high(uint32_t word) {
+  uint32_t moved;
+  asm("prmt.b32 %0, %1, 0, 0x1044;" : "=r"(moved) : "r"(word));
+  return moved;
+}
+
+// The larger of two bfloat16 in each half; NaN only where both are.
+__device__ __forceinline__ uint32_t max_of_halves(uint32_t a, uint32_t b) {
+  asm("max.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+
+// Loads 16 bytes of global memory at this point of the program, not where they are first used.
+__device__ __forceinline__ uint4 load_now(const void* global) {
+  uint4 words;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(global));
+  return words;
+}
+
+// Adds to a counter in global memory after all that this thread, and those that it has met at a
+// barrier, wrote before. Returns what the counter was.
+__device__ __forceinline__ uint32_t add_release(uint32_t* counter, uint32_t more) {
+  uint32_t before;
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(more)
+               : "memory");
+  return before;
+}
+
+// Has loads see all that others had written before what this thread knows of.
+__device__ __forceinline__ void acquire() {
+#if __CUDACC_VER_MAJOR__ >= 13 && __CUDA_ARCH__ >= 900
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
 // The transpose of a matrix of 8 x 8 numbers of 16 bits, of which lane 4 i + j has those of row i in
 // columns 2 j and 2 j + 1, before and after.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {

@@ -6,27 +6,13 @@
 
 namespace jspec {
 
-// Has loads see all that others had written before what this thread knows of.
-__device__ __forceinline__ void acquire() {
-#if __CUDACC_VER_MAJOR__ >= 13 && __CUDA_ARCH__ >= 900
-  asm volatile("fence.acquire.gpu;" ::: "memory");
-#else
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-#endif
-}
-
 // Counts this block in `counter`. Whether it is the last of `expected`: it then sees all that the
 // others had written before they were counted.
 __device__ __forceinline__ bool comes_last(uint32_t* counter, uint32_t expected) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    uint32_t before;
-    asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(1)
-                 : "memory");
-    last = before + 1 == expected;
+    last = add_release(counter, 1) + 1 == expected;
     if (last) acquire();
   }
   __syncthreads();

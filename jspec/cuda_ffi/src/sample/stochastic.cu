@@ -5,6 +5,7 @@
 // rejected position read again as well, for its residual.
 #include <algorithm>
 
+#include "common/dependent.cuh"
 #include "sample/arrive.cuh"
 #include "sample/block.cuh"
 #include "sample/filter.cuh"
@@ -165,13 +166,14 @@ const char* for_logits(const Sampling& sampling, Run run) {
   return draft_bfloat16 ? run(float(), Bfloat16()) : run(float(), float());
 }
 
-// Calls `launch(grid, first_row)` for all rows, a block of the grid's y a row.
+// Calls `launch(grid, first_row)`, which returns an error or null, for all rows, a block of the
+// grid's y a row.
 template <typename Launch>
 const char* for_rows(const Sampling& sampling, unsigned across, unsigned positions, Launch launch) {
   for (int64_t first = 0; first < sampling.batch; first += kMostRows) {
     const int64_t rows = std::min(sampling.batch - first, kMostRows);
-    launch(dim3(across, static_cast<unsigned>(rows), positions), first);
-    if (const char* error = launch_error()) return error;
+    const dim3 grid(across, static_cast<unsigned>(rows), positions);
+    if (const char* error = launch(grid, first)) return error;
   }
   return nullptr;
 }
@@ -187,16 +189,18 @@ const char* launch(const Task& task, Stream stream) {
   const int64_t all = sampling.batch * workspace.positions * sampling.tiles;
   const int each = static_cast<int>(std::clamp<int64_t>(all / kFewWarps, 1, 4));
   const auto tiles = [&](dim3 grid, int64_t first) {
-    tiles_kernel<Task, Target, Draft><<<grid, kThreads, 0, stream>>>(task, first, each);
+    return launch_behind(tiles_kernel<Task, Target, Draft>, grid, kThreads, 0, false, stream, task,
+                         first, each);
   };
   const char* error = for_rows(sampling, blocks_of(sampling, each), workspace.positions, tiles);
   if (error || !sampling.filtered) return error;
   const auto filter = [&](dim3 grid, int64_t first) {
-    filter_kernel<<<grid, kFilterThreads, 0, stream>>>(sampling, first);
+    return launch_behind(filter_kernel, grid, kFilterThreads, 0, false, stream, sampling, first);
   };
   if ((error = for_rows(sampling, workspace.positions, 1, filter))) return error;
   return for_rows(sampling, workspace.positions, 1, [&](dim3 grid, int64_t first) {
-    arrive_kernel<Task, Target, Draft><<<grid, kThreads, 0, stream>>>(task, first);
+    return launch_behind(arrive_kernel<Task, Target, Draft>, grid, kThreads, 0, false, stream, task,
+                         first);
   });
 }
 
@@ -212,14 +216,15 @@ const char* verify_stochastic(const Stochastic& stochastic, Stream stream) {
       if (const char* error = launch<Block, Target, Draft>(task, stream)) return error;
       return for_rows(sampling, blocks_of(sampling, 1), stochastic.gamma,
                       [&](dim3 grid, int64_t first) {
-                        block_residual_kernel<Target, Draft>
-                            <<<grid, kThreads, 0, stream>>>(task, first);
+                        return launch_behind(block_residual_kernel<Target, Draft>, grid, kThreads, 0,
+                                             false, stream, task, first);
                       });
     }
     const char* error = launch<Stochastic, Target, Draft>(stochastic, stream);
     if (error || sampling.draft.positions == 0) return error;
     return for_rows(sampling, blocks_of(sampling, 1), 1, [&](dim3 grid, int64_t first) {
-      residual_kernel<Target, Draft><<<grid, kThreads, 0, stream>>>(stochastic, first);
+      return launch_behind(residual_kernel<Target, Draft>, grid, kThreads, 0, false, stream,
+                           stochastic, first);
     });
   });
 }

@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "common/ptx.cuh"
 #include "common/warp.cuh"
 #include "sample/sampling.h"
 
@@ -49,9 +50,7 @@ struct Weight {
   static constexpr uint32_t kNear = 0x4A400000;  // the bits of 3145728.f
 
   __device__ __forceinline__ uint64_t value() const {
-    uint32_t factor;  // 0 for shifts from 32 on
-    asm("shr.u32 %0, %1, %2;" : "=r"(factor) : "r"(0x80000000u), "r"(place - kNear));
-    return uint64_t(mantissa) * factor;
+    return uint64_t(mantissa) * shifted_right(0x80000000u, place - kNear);
   }
 };
 
@@ -162,10 +161,8 @@ struct Tile {
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (std::is_same_v<Logit, float>) return float_of(words[i]);
     if (i % 2) return float_of(words[i / 2] & 0xFFFF0000u);
-    // The compiler makes a multiplication of a shift, and multiplying is what the kernel does most.
-    uint32_t bits;
-    asm("prmt.b32 %0, %1, 0, 0x1044;" : "=r"(bits) : "r"(words[i / 2]));
-    return float_of(bits);
+    // Not a multiplication, which is what the kernel does most.
+    return float_of(low_half_to_high(words[i / 2]));
   }
 
   // The largest; NaN counts as minus infinity.
@@ -178,7 +175,7 @@ struct Tile {
     } else {
       uint32_t most = words[0];
 #pragma unroll
-      for (uint32_t word : words) asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(word));
+      for (uint32_t word : words) most = max_of_halves(most, word);
       return warp_max(fmaxf(float_of(most << 16), float_of(most & 0xFFFF0000u)));
     }
   }
@@ -250,10 +247,7 @@ struct Cells {
       : first(begin + threadIdx.x % 32 * 4) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint4 words;  // volatile: not to be put off until they are needed
-      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                   : "l"(from.cells + min(first + i, from.tiles - 1)));
+      const uint4 words = load_now(from.cells + min(first + i, from.tiles - 1));
       memcpy(&cell[i], &words, sizeof words);
     }
 #pragma unroll

@@ -14,6 +14,25 @@ inline float exp2_fast(float x) { return std::exp2(x); }
 
 inline uint32_t packed(float low, float high) { return uint32_t(narrow(high)) << 16 | narrow(low); }
 
+inline uint32_t shifted_right(uint32_t x, uint32_t count) { return count < 32 ? x >> count : 0; }
+inline uint32_t low_half_to_high(uint32_t word) { return word << 16; }
+
+inline uint32_t max_of_halves(uint32_t a, uint32_t b) {
+  const auto larger = [&](int half) {
+    const float x = wide(uint16_t(a >> half)), y = wide(uint16_t(b >> half));
+    return uint32_t(narrow(std::fmax(x, y))) << half;
+  };
+  return larger(16) | larger(0);
+}
+
+inline uint4 load_now(const void* global) {
+  if (reinterpret_cast<uintptr_t>(global) % 16) emulator::fail("a load that is not aligned");
+  return *static_cast<const uint4*>(global);
+}
+
+inline uint32_t add_release(uint32_t* counter, uint32_t more) { return atomicAdd(counter, more); }
+inline void acquire() {}
+
 // float16 by the type of the compiler.
 inline uint16_t float16(float value) {
   const _Float16 rounded = value;
