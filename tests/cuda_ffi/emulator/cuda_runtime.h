@@ -70,11 +70,12 @@ inline int shared_limit() {
 
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};  // without zeros, which take long to write
+  std::function<bool()> ready;  // whether it may go on; none where it waits for nothing
   bool ended = false;
 };
 
-inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline std::vector<std::unique_ptr<Fiber>> fibers;  // as many as any cluster has had
 inline ucontext_t scheduler;
 inline int current = 0;     // fiber of a cluster
 inline int rank = 0;        // of its block
@@ -88,7 +89,11 @@ inline int64_t events = 0;  // whatever may let another thread go on
 
 template <typename Ready>
 void wait_until(Ready ready) {
-  while (!ready()) swapcontext(&fibers[current]->context, &scheduler);
+  if (ready()) return;
+  Fiber& fiber = *fibers[current];
+  fiber.ready = std::ref(ready);
+  swapcontext(&fiber.context, &scheduler);
+  fiber.ready = nullptr;
 }
 
 // A meeting of `count` threads, which may be held again and again.
@@ -176,15 +181,15 @@ inline void run_fiber() {
 inline void run_cluster(dim3 first, int count, int threads) {
   static std::minstd_rand random;
   std::memset(shared_memory, 0xff, kSharedBytes);  // NaN
-  blocks.clear(), fibers.clear(), cluster = {}, rank = 0;
+  blocks.clear(), cluster = {}, rank = 0;
   for (const auto& reset : resets) reset();
   for (int i = 0; i < count; ++i) blocks.emplace_back(threads);
   for (int i = 0; i < count * threads; ++i) {
-    fibers.push_back(std::make_unique<Fiber>());
-    Fiber& fiber = *fibers.back();
-    fiber.stack.resize(kStackBytes);
+    if (i == int(fibers.size())) fibers.push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *fibers[i];
+    fiber.ended = false;
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_fiber, 0);
@@ -211,9 +216,10 @@ inline void run_cluster(dim3 first, int count, int threads) {
       for (int i = 0; i < threads; ++i) {
         threadIdx = dim3((start + i * step) % threads);
         current = rank * threads + threadIdx.x;
-        if (fibers[current]->ended) continue;
-        swapcontext(&scheduler, &fibers[current]->context);
-        running += !fibers[current]->ended;
+        Fiber& fiber = *fibers[current];
+        if (fiber.ended) continue;
+        if (!fiber.ready || fiber.ready()) swapcontext(&scheduler, &fiber.context);
+        running += !fiber.ended;
       }
     }
     const bool waits = events == before;
@@ -236,7 +242,6 @@ inline void run_cluster(dim3 first, int count, int threads) {
   for (int i = shared_bytes; i < kSharedBytes; ++i) {
     if (shared_memory[i] != char(0xff)) fail("a store past the launch's shared memory");
   }
-  fibers.clear();
 }
 
 }  // namespace emulator

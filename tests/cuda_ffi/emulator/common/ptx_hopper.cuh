@@ -79,7 +79,7 @@ void take_registers() {}
 inline void publish_stores() {}
 
 inline void cluster_arrive_relaxed() {
-  last_meeting[emulator::current] = emulator::cluster.arrive(emulator::fibers.size());
+  last_meeting[emulator::current] = emulator::cluster.arrive(emulator::blocks.size() * blockDim.x);
 }
 inline void cluster_wait() {
   const int64_t number = last_meeting[emulator::current];
