@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -27,6 +28,7 @@
 #define __host__
 #define __shared__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes)
@@ -136,6 +138,7 @@ struct Block {
   std::vector<std::unique_ptr<Exchange<32>>> warps;
   std::vector<std::unique_ptr<Exchange<128>>> warpgroups;
   std::map<int, Meeting> named;
+  std::map<int64_t, bool> any;  // of the values brought to a meeting of all threads, by its number
   std::deque<std::function<void()>> copies_in_flight;
   std::vector<char> memory;  // while another block of the cluster runs
 
@@ -250,6 +253,14 @@ inline void run_cluster(dim3 first, int count, int threads) {
 inline void __syncthreads() {
   emulator::blocks[emulator::rank].named[0].meet(blockDim.x);
 }
+inline bool __syncthreads_or(bool value) {
+  emulator::Block& block = emulator::blocks[emulator::rank];
+  emulator::Meeting& meeting = block.named[0];
+  bool& any = block.any[meeting.held];
+  any |= value;
+  meeting.meet(blockDim.x);
+  return any;
+}
 inline void __syncwarp() { emulator::warp_values(0); }
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
@@ -274,8 +285,9 @@ inline bool __any_sync(unsigned, bool value) {
   for (const bool x : emulator::warp_values(value)) any |= x;
   return any;
 }
-inline int __reduce_max_sync(unsigned, int value) {
-  for (const int x : emulator::warp_values(value)) value = max(value, x);
+template <typename T>
+T __reduce_max_sync(unsigned, T value) {
+  for (const T x : emulator::warp_values(value)) value = max(value, x);
   return value;
 }
 inline unsigned __reduce_add_sync(unsigned, unsigned value) {
@@ -283,8 +295,9 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
   for (const unsigned x : emulator::warp_values(value)) sum += x;
   return sum;
 }
-inline int __reduce_min_sync(unsigned, int value) {
-  for (const int x : emulator::warp_values(value)) value = min(value, x);
+template <typename T>
+T __reduce_min_sync(unsigned, T value) {
+  for (const T x : emulator::warp_values(value)) value = min(value, x);
   return value;
 }
 inline unsigned __ballot_sync(unsigned, bool value) {
@@ -296,6 +309,7 @@ inline unsigned __ballot_sync(unsigned, bool value) {
 
 // Functions of a thread alone.
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 template <typename T>
 T __ldg(const T* from) { return *from; }
@@ -306,8 +320,26 @@ inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline int __float2int_rd(float x) { return static_cast<int>(std::floor(x)); }
+template <typename T, typename Value>
+T atomicAdd(T* to, Value value) {
+  const T before = *to;
+  *to += value;
+  return before;
+}
+template <typename T, typename Value>
+T atomicMax(T* to, Value value) {
+  const T before = *to;
+  *to = max(before, T(value));
+  return before;
+}
 template <typename T>
-T atomicAdd(T* to, int value) { return *to += value, *to - value; }
+T atomicCAS(T* to, T expected, T value) {
+  const T before = *to;
+  if (before == expected) *to = value;
+  return before;
+}
 inline float __uint_as_float(unsigned bits) {
   float value;
   std::memcpy(&value, &bits, 4);
@@ -324,6 +356,35 @@ inline int __float_as_int(float value) {
   int bits;
   std::memcpy(&bits, &value, 4);
   return bits;
+}
+
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
+
+namespace emulator {
+
+// What `operation` gives in a rounding mode of <cfenv>. Its operands are volatile, as compilers
+// compute for the nearest mode, and where they like.
+template <typename Operation>
+float rounded(int mode, Operation operation) {
+  std::fesetround(mode);
+  const volatile float result = operation();
+  std::fesetround(FE_TONEAREST);
+  return result;
+}
+
+}  // namespace emulator
+
+inline float __fmaf_ru(volatile float x, volatile float y, volatile float z) {
+  return emulator::rounded(FE_UPWARD, [&] { return std::fma(x, y, z); });
+}
+inline float __fmaf_rz(volatile float x, volatile float y, volatile float z) {
+  return emulator::rounded(FE_TOWARDZERO, [&] { return std::fma(x, y, z); });
+}
+inline float __fmul_rz(volatile float x, volatile float y) {
+  return emulator::rounded(FE_TOWARDZERO, [&] { return x * y; });
+}
+inline float __fmul_rd(volatile float x, volatile float y) {
+  return emulator::rounded(FE_DOWNWARD, [&] { return x * y; });
 }
 
 inline uint64_t __cvta_generic_to_shared(const void* pointer) {
@@ -388,6 +449,9 @@ inline cudaError_t cudaMemset(void* data, int byte, size_t bytes) {
   std::memset(data, byte, bytes);
   return cudaSuccess;
 }
+inline cudaError_t cudaMemsetAsync(void* data, int byte, size_t bytes, cudaStream_t) {
+  return cudaMemset(data, byte, bytes);
+}
 enum { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 inline void cudaMemcpy(void* to, const void* from, size_t bytes, int) {
   std::memcpy(to, from, bytes);
@@ -424,6 +488,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (int(config->dynamicSmemBytes) > emulator::shared_limit()) {
     emulator::fail("too much shared memory");
   }
+  std::fenv_t environment;  // of XLA's threads, which take subnormal numbers for 0
+  std::fegetenv(&environment);
+  std::fesetenv(FE_DFL_ENV);
   emulator::shared_bytes = static_cast<int>(config->dynamicSmemBytes);
   emulator::body = [&] { kernel(arguments...); };
   gridDim = config->gridDim, blockDim = config->blockDim;
@@ -440,5 +507,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
       }
     }
   }
+  std::fesetenv(&environment);
   return cudaSuccess;
 }
