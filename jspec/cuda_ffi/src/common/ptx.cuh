@@ -59,7 +59,7 @@ __device__ __forceinline__ uint32_t add_release(uint32_t* counter, uint32_t more
   return before;
 }
 
-// Has loads see all that others had written before what this thread knows of.
+// Loads after it see what other threads had written before the `add_release` that this thread saw.
 __device__ __forceinline__ void acquire() {
 #if __CUDACC_VER_MAJOR__ >= 13 && __CUDA_ARCH__ >= 900
   asm volatile("fence.acquire.gpu;" ::: "memory");

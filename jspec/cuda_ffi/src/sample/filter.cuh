@@ -1,4 +1,6 @@
-// Top-k, top-p and min-p: the threshold of a position, and the sums of what it keeps.
+// Top-k, top-p and min-p, by a block for each position: the smallest key that all filters keep (the
+// threshold), and the sums of the weights that they keep in each tile. Keys are those of `key_of`:
+// integers in the order of the logits.
 #pragma once
 
 #include "sample/tile.cuh"
@@ -9,7 +11,7 @@ constexpr int kFilterThreads = 1024;
 constexpr int kBins = 2048;
 constexpr int kMostListed = 1024;
 
-// Bins of 64 bits in two words each, since shared memory adds 32 bits at once.
+// Sums of 64 bits, each in two words: shared memory has fast atomic additions of 32 bits alone.
 struct Bins {
   uint32_t low[kBins], high[kBins];
 
@@ -26,15 +28,17 @@ struct Bins {
 // What the threads of a block share while they filter a position.
 struct FilterShared {
   Bins bins;
-  uint64_t sums[kFilterThreads / 32], rest;
+  uint64_t sums[kFilterThreads / 32];  // of each warp
+  uint64_t rest;                       // what the bin `found` must add to reach `needed`
   unsigned long long total;
   uint32_t found, min_p_threshold;
-  // The tokens that top-k may keep, where they are few; `listed` is kNone where there is no list.
+  // The tokens that top-k may keep, in any order, and their logits: `listed` of them, kNone where
+  // they are more than kMostListed or there is no list.
   uint32_t tokens[kMostListed], count, listed;
   float logits[kMostListed];
 };
 
-// The sum over the threads before this one, and over all of the block in `total`.
+// The sum of `x` over the threads before this one; `total` becomes that over all of the block.
 __device__ inline uint64_t block_before(uint64_t x, FilterShared& shared, uint64_t* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint64_t reached = warp_reached(x);
@@ -50,8 +54,8 @@ __device__ inline uint64_t block_before(uint64_t x, FilterShared& shared, uint64
   return before;
 }
 
-// Calls body(token, x) for the tokens of each tile whose largest logit has a key from `least` on,
-// a warp a tile.
+// Calls body(token, x), where x is the token's logit, for all tokens of each tile whose largest key
+// is at least `least`. Each warp takes every 32nd tile.
 template <typename Logit, typename Body>
 __device__ __forceinline__ void each_in_tiles(const Position& from, uint32_t least, Body body) {
   for (int tile = threadIdx.x / 32; tile < from.tiles; tile += kFilterThreads / 32) {
@@ -64,7 +68,7 @@ __device__ __forceinline__ void each_in_tiles(const Position& from, uint32_t lea
       }
       continue;
     }
-    // A few vectors are loaded at once: all would take too many registers.
+    // A few vectors are in flight at once: more would take too many registers.
     constexpr int kVector = 16 / sizeof(Logit), kLoaded = 4, kRun = 32 * kVector;
 #pragma unroll 1
     for (int begin = threadIdx.x % 32 * kVector; begin < kTile; begin += kLoaded * kRun) {
@@ -85,7 +89,8 @@ __device__ __forceinline__ void each_in_tiles(const Position& from, uint32_t lea
   }
 }
 
-// Calls body(token, x) for all tokens whose logits have keys from `least` on, and for others.
+// Calls body(token, x) for all tokens that top-k may keep and whose key is at least `least`, and
+// for some others: `body` has to compare.
 template <typename Body>
 __device__ __forceinline__ void each_token(const Position& from, const FilterShared& shared,
                                            uint32_t least, Body body) {
@@ -100,9 +105,13 @@ __device__ __forceinline__ void each_token(const Position& from, const FilterSha
   }
 }
 
-// The largest key such that the amounts of all keys from it on sum to at least `needed`, or 0.
-// `each(least, add)` calls add(key, amount), where amount() is that of the key, for all keys from
-// `least` on at least. By a block: 11, 11 and 10 bits at a time.
+// The largest key for which the amounts of it and of all larger keys sum to at least `needed`; 0
+// where those of all keys sum to less. `each(least, add)` calls add(key, amount) for every token
+// whose key is at least `least`, and for any others; amount() is what the token adds.
+//
+// The key is found from its highest bits on, in passes of 11, 11 and 10 bits. A pass sums the
+// amounts of the keys that begin with the bits known so far, in a bin for each value of the next
+// bits; the bin in which the sum from the largest key down reaches `needed` gives these bits.
 template <typename Each>
 __device__ __forceinline__ uint32_t largest_key(FilterShared& shared, uint64_t needed, Each each) {
   Bins& bins = shared.bins;
@@ -119,7 +128,7 @@ __device__ __forceinline__ uint32_t largest_key(FilterShared& shared, uint64_t n
       if (const uint64_t more = amount()) bins.add((key >> shift) & (count - 1), more);
     });
     __syncthreads();
-    // Threads take pairs of bins from the last one down.
+    // Each thread takes two bins, the first thread the last two.
     const uint32_t high = kBins - 1 - 2 * threadIdx.x, low = high - 1;
     uint64_t total;
     const uint64_t before = block_before(bins[high] + bins[low], shared, &total);
@@ -139,9 +148,11 @@ __device__ __forceinline__ uint32_t largest_key(FilterShared& shared, uint64_t n
   }
 }
 
-// Lists the tokens that may be among the `count` with the largest logits, where they are few: those
-// from the `count`-th largest tile's largest logit on, as so many tokens are as large. Where a tile
-// without a finite logit is that one, the list lacks tokens of no weight.
+// Lists the tokens that may be among the `count` largest, if they are at most kMostListed. Let L be
+// the `count`-th largest of the tiles' largest logits. Each of the `count` tiles up to it has a
+// token of at least L, so no smaller token is among the `count` largest: the list has all tokens
+// from L on. A tile without a finite logit counts as -FLT_MAX. If that is L, the list lacks tokens
+// of minus infinity alone, which have no weight.
 __device__ __forceinline__ void list_largest(const Position& from, FilterShared& shared,
                                              int32_t count) {
   const uint32_t least = largest_key(shared, count, [&](uint32_t, auto add) {
@@ -149,7 +160,7 @@ __device__ __forceinline__ void list_largest(const Position& from, FilterShared&
       add(key_of(from.cells[tile].top), [] { return uint64_t(1); });
     }
   });
-  if (least == 0) return;  // there are fewer tiles
+  if (least == 0) return;  // there are less than `count` tiles
   if (threadIdx.x == 0) shared.count = 0;
   __syncthreads();
   each_token(from, shared, least, [&](uint32_t token, float x) {
@@ -162,7 +173,7 @@ __device__ __forceinline__ void list_largest(const Position& from, FilterShared&
   __syncthreads();
 }
 
-// Replaces the sum of each tile by that of what is kept of it.
+// Replaces the sum of each tile by that of the weights that `from.threshold` keeps.
 __device__ __forceinline__ void sum_kept(const Position& from, const FilterShared& shared) {
   for (int tile = threadIdx.x; tile < from.tiles; tile += kFilterThreads) from.cells[tile].sum = 0;
   __syncthreads();
@@ -175,14 +186,15 @@ __device__ __forceinline__ void sum_kept(const Position& from, const FilterShare
   __syncthreads();
 }
 
-// The scale of a position, by every warp of a block, before any goes on to change its cells.
+// The scale of a position, which each warp computes. After it cells may be changed: the barrier
+// waits until all warps have read them.
 __device__ inline Scale block_scale(const Position& from) {
   const Scale scale = warp_scale(from, Cells(from, 0));
   __syncthreads();
   return scale;
 }
 
-// The threshold of top-p over what `from` keeps, by a block.
+// The threshold of top-p: of the probability of the tokens that `from.threshold` keeps.
 __device__ __forceinline__ uint32_t top_p_threshold(const Position& from, FilterShared& shared,
                                                     float top_p) {
   const Scale scale = block_scale(from);
@@ -204,10 +216,12 @@ __device__ __forceinline__ uint32_t top_p_threshold(const Position& from, Filter
   });
 }
 
-// The threshold of min-p beside the largest logit, by a warp: 2 bits of the key, then 5 at a time.
+// The threshold of min-p: one more than the largest key that it drops, as it drops all smaller
+// ones. A warp finds that key from its highest bits on, first 2 bits and then 5 at a time: each
+// lane tries one value of them, and the largest value that is dropped gives them.
 __device__ inline uint32_t warp_min_p_threshold(float largest, float min_p, float rate) {
   const uint32_t lane = threadIdx.x % 32, top = key_of(largest);
-  uint32_t dropped = 0;  // the largest key that is known to be dropped
+  uint32_t dropped = 0;  // the bits known so far, followed by zeros: a key that is dropped
 #pragma unroll 1
   for (int shift = 30; shift >= 0; shift -= 5) {
     const bool counts = shift < 30 || lane < 4;
@@ -230,7 +244,8 @@ __device__ inline uint32_t min_p_threshold(const Position& from, FilterShared& s
   return shared.min_p_threshold;
 }
 
-// Finds the threshold of a position and replaces its sums where its row filters, by a block.
+// Writes the threshold of a position and, where its row has a filter, replaces the sums of its
+// tiles.
 __device__ inline void filter(const Sampling& sampling, const Source& source, int64_t batch,
                               int position) {
   __shared__ FilterShared shared;
