@@ -250,11 +250,13 @@ def _prepared(models: Models, config: StepConfig, *, makes_params: bool) -> Mode
     """``models`` with what policy and drafter make of the target."""
     if makes_params:
         models = models._replace(policy=prepare_params(config.cache_policy, models.target))
+    others = models.draft, models.policy
+    # Only where there are any, as flattening the target takes milliseconds.
+    has_others = any(x is not None for x in others)
     if (on_mesh := mesh_model(models.target)) is not None:
         models = on_mesh.placed(models)
-    elif (device := device_sharding(models.target)) is not None:
-        draft, policy = place((models.draft, models.policy), device)
-        models = models._replace(draft=draft, policy=policy)
+    elif has_others and (device := device_sharding(models.target)) is not None:
+        models = Models(models.target, *place(others, device))
     return config.draft.prepare(models)
 
 
