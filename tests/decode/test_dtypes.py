@@ -15,6 +15,7 @@ from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft
 from jspec.decode.generation import generate
 from jspec.decode.prefill import fill_slot, start_decoding
+from jspec.decode.prefill_pass import prefill_chunk
 from jspec.decode.settings import StepConfig
 from jspec.decode.state import Models
 from jspec.decode.step import decode_step
@@ -48,8 +49,11 @@ def traced(source: str, first, second, params: SamplingParams, **settings):
     models = Models(first, second if source == "model" else None)
     config = StepConfig(0 if source == "plain" else 3, DRAFTERS[source])
 
-    def trace(function, models, cache, rows_state, *args, **static):
-        jax.eval_shape(lambda *args: function(*args, **static), models, cache, rows_state, *args)
+    def trace(function, *args, **static):
+        if function is not prefill_chunk:
+            return function(*args, **static)
+        jax.eval_shape(lambda *args: function(*args, **static), *args)
+        _, cache, rows_state, *_ = args
         return cache, rows_state, None
 
     texts = prompts((9, 1, 4), vocabulary=13)

@@ -177,7 +177,8 @@ def test_an_engine_starts_prompts_from_whole_pieces_of_others(
         every = passes[len(begun) :]
         assert begun == every[4:]  # from position 64 on
         assert begun[0][1] == synced.pop() == 64
-        slot = engine._scheduler.prefill.texts.slot_with(np.array([*text, *request.tokens]))[0]
+        whole = np.array([*text, *request.tokens], np.int32)
+        slot, _ = engine._scheduler.prefill.texts.slot_with(whole)
         length = len(text) - 1
         assert_equal(keys_of(engine._runner.state, slot, length), keys_of(state, 0, length))
 
