@@ -153,7 +153,11 @@ def resident_mib() -> float:
 
 
 @pytest.mark.parametrize(
-    ("count", "part"), [(300, 30), pytest.param(10_000, 100, marks=pytest.mark.slow)]
+    ("count", "part"),
+    [
+        pytest.param(300, 30, marks=pytest.mark.exhaustive),
+        pytest.param(10_000, 100, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.skipif(not STATM.exists(), reason="reads the memory of a process as Linux gives it")
 def test_many_requests_leave_nothing(count, part):

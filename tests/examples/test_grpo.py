@@ -63,6 +63,7 @@ def small_model(monkeypatch):
     monkeypatch.setattr(grpo.optax, "adam", lambda rate, adam=grpo.optax.adam: adam(3e-3))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.device_count() < 4, reason="the example runs on four devices")
 def test_four_devices_give_the_answers_of_one(small_model, monkeypatch, capsys):
     """Of all steps, so that each engine has the weights of the step before."""
