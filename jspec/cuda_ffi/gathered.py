@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,9 +44,7 @@ def gathered_cuda(
     """The CUDA backend of `jspec.ops.gathered_attention`."""
     del log_weights, softcap, value_size  # None: `refuses`
     assert v is not None  # `refuses`
-    sizes = gathered_sizes(q, k, v, positions, selected)
-    lists = (selected, tail, context_len, *(() if counts is None else (counts,)))
-    return _attend(q, k, v, positions, lists, sizes, scale=scale, all_slots=False)
+    return _attend(q, k, v, positions, selected, tail, context_len, counts, scale=scale)
 
 
 def _attend(
@@ -56,37 +52,36 @@ def _attend(
     k: Array,
     v: Array,
     positions: Array,
-    lists: Sequence[Array],
-    sizes: Mapping[str, int],
+    selected: Array | None,
+    tail: Array,
+    context_len: Array,
+    counts: Array | None,
     *,
     scale: float,
-    all_slots: bool,
 ) -> tuple[Array, Array]:
-    """Call the kernel.
-
-    ``lists``: selected, tail, context_len and, if there are any, counts. ``sizes``: of
-    `gathered_sizes`. ``all_slots``: whether the slots 0, 1, ... are selected; the array is empty.
-    """
-    blocks = tuned.block("gathered_attention", "cuda", sizes)
+    """Call the kernel. ``selected``: None is every slot, in order."""
+    listed = jax.ShapeDtypeStruct(k.shape[:2], jnp.int32) if selected is None else selected
+    blocks = tuned.block("gathered_attention", "cuda", gathered_sizes(q, k, v, positions, listed))
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
     rows = tokens * heads // kv_heads
     max_chunk = MAX_SHARED_CHUNK if rows <= FEW_ROWS else MAX_CHUNK
-    listed = sizes["selected"] + lists[1].shape[1]
-    parts = parts_of(listed, min(blocks["chunk"], max_chunk))
+    parts = parts_of(listed.shape[-1] + tail.shape[1], min(blocks["chunk"], max_chunk))
     lead = (batch, kv_heads, parts, rows)
     shapes = (q.shape[:3], (*lead, size), (*lead, 2))
     floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     out, lse, *_ = library.call(
         "gathered_attention",
         (jax.ShapeDtypeStruct(q.shape, q.dtype), *floats),
-        *(q, k, v, positions, *lists),
+        *(q, k, v, positions),
+        jnp.zeros((batch, 0), jnp.int32) if selected is None else selected,
+        *(tail, context_len, *(() if counts is None else (counts,))),
         vmap_method="sequential",
         scale=np.float32(scale),
         parts=np.int32(parts),
         stages=np.int32(blocks["stages"]),
         warps=np.int32(blocks["warps"]),
-        all_slots=np.bool_(all_slots),
+        all_slots=np.bool_(selected is None),
     )
     return out, lse
 
@@ -165,12 +160,9 @@ def _all_slots(
     """`jspec.ops.attention` of one token a row: the selection is all slots that the row fills."""
     del key_positions, window, softcap, value_size, table  # None: `_refuses_all_slots`
     batch, slots = k.shape[:2]
-    none, start = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)
+    tail, context_len = jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32)
     counts = jnp.clip(positions[:, 0] + 1, 0, slots)
-    of_all = jax.ShapeDtypeStruct((batch, slots), jnp.int32)
-    sizes = gathered_sizes(q, k, v, positions, of_all)
-    lists = (none, none, start, counts)
-    return _attend(q, k, v, positions, lists, sizes, scale=scale, all_slots=True)
+    return _attend(q, k, v, positions, None, tail, context_len, counts, scale=scale)
 
 
 def _refuses_all_slots(

@@ -115,13 +115,14 @@ class Chunks:
         self._finished = 0.0  # until when the time of the device is in ``seconds``
         self._prompts: Prompts | None = None  # before the next chunk
 
-    def looks_ahead(self, left: np.ndarray, *, waiting: bool = False) -> bool:
+    def looks_ahead(self, left: np.ndarray, *, waiting: bool = False, fills: bool = False) -> bool:
         """Whether the next chunk is to start before the running one is finished.
 
         Where that saves more than it wastes: the seconds that the device would wait for the host
         against the expected seconds of a chunk that are wasted. With other requests ``waiting`` for
-        rows, these are the share of rows that are free or end in the running chunk, as they idle
-        through the next; otherwise the probability that all rows end in it. Both are estimated from
+        rows, these are the share of rows that end in the running chunk, as they idle through the
+        next, and of free ones where one of the requests ``fills`` them before the next chunk
+        otherwise; without, the probability that all rows end in it. Both are estimated from
         ``left [B]``, the most tokens that each row commits from the running chunk on, and from the
         share of rows that ended in the last chunks, as at stop tokens. An engine whose chunks are
         long does not run ahead: what is submitted next would wait for two. Nor do processes that
@@ -137,7 +138,8 @@ class Chunks:
         if not goes_on.any():
             return False
         if waiting:
-            wasted = max(self._ending, np.mean(~goes_on))
+            idles = ~goes_on if fills else ~goes_on & (left > 0)
+            wasted = max(self._ending, np.mean(idles))
         else:
             wasted = self._ending ** int(goes_on.sum())
         return bool(wasted * self.last_s < host_s)

@@ -175,7 +175,7 @@ def verified_logprobs(
     least = jnp.full(tokens.shape, -jnp.inf)
     if state.mode == "filtered":
         least = smallest_kept(processed, settings, vocabulary)
-    # Draws at temperature 1 have log2(e) to 16 bits; log-probabilities are then the model's.
+    # Rates have 16 bits; at temperature 1 the factor is 1, so that the bits are the model's.
     factors = jnp.where(state.sampling.temperature == 1, 1, settings.rate * np.float32(np.log(2)))
     highest = vocabulary.max(logits.max(axis=-1))
     highest_processed = vocabulary.max(processed.max(axis=-1))

@@ -294,9 +294,7 @@ class Runner:
         left = self._left()
         # Slots that were filled after the running chunk begin with the next one.
         left[list(self.chunks.running[0].filled)] = np.iinfo(left.dtype).max
-        if waiting and not fills:  # nothing is lost by slots that stay free in any case
-            left[[request is None for request in self.slots]] = np.iinfo(left.dtype).max
-        return self.chunks.looks_ahead(left, waiting=waiting)
+        return self.chunks.looks_ahead(left, waiting=waiting, fills=fills)
 
     def _left(self) -> np.ndarray:
         """Most tokens that the request in each slot can still get after those read, int ``[B]``."""

@@ -74,9 +74,18 @@ def watch(monkeypatch):
 def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, expected):
     """Rows have committed 8, 3, 8 and 1 tokens in the last one."""
     work = Chunks(options_of(sharp), 4)
-    assert not work.looks_ahead(np.array(left), waiting=waiting)  # nobody knows how long chunks are
+    asked = {"waiting": waiting, "fills": waiting}
+    assert not work.looks_ahead(np.array(left), **asked)  # nobody knows how long chunks are
     work.last_s, work.paces = last_s, np.array([8, 3, 8, 1])
-    assert work.looks_ahead(np.array(left), waiting=waiting) is expected
+    assert work.looks_ahead(np.array(left), **asked) is expected
+
+
+@pytest.mark.parametrize(("left", "expected"), [([9, 4, 9, 0], True), ([8, 3, 8, 0], False)])
+def test_a_row_that_nobody_may_fill_is_not_wasted(sharp, left, expected):
+    """The others wait for blocks: another chunk is worth it if a row goes on."""
+    work = Chunks(options_of(sharp), 4)
+    work.last_s, work.paces = 0.5 * HOST_SECONDS, np.array([8, 3, 8, 1])
+    assert work.looks_ahead(np.array(left), waiting=True) is expected
 
 
 @pytest.mark.parametrize(

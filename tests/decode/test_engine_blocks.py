@@ -197,8 +197,8 @@ def test_a_free_slot_that_lacks_blocks_does_not_count(
     monkeypatch.setattr("jspec.decode.scheduler.MAX_PIECES", 1)
     asked = []
 
-    def looks_ahead(self, left, *, waiting):
-        asked.append((left.tolist(), waiting))
+    def looks_ahead(self, left, *, waiting, fills):
+        asked.append((left.tolist(), waiting, fills))
         return False
 
     monkeypatch.setattr(Chunks, "looks_ahead", looks_ahead)
@@ -210,10 +210,11 @@ def test_a_free_slot_that_lacks_blocks_does_not_count(
     for _ in range(steps):
         asked.clear()
         engine.step()
-    ((left, waiting),) = asked
+    ((left, waiting, fills),) = asked
     assert waiting
     assert engine._runner.slots.count(None) == 1
-    assert (0 in left) == is_counted
+    assert 0 in left
+    assert fills == is_counted
     engine.run()
 
 
