@@ -80,11 +80,13 @@ def test_when_the_next_chunk_is_worth_it(sharp, left, last_s, waiting, expected)
     assert work.looks_ahead(np.array(left), **asked) is expected
 
 
-@pytest.mark.parametrize(("left", "expected"), [([9, 4, 9, 0], True), ([8, 3, 8, 0], False)])
-def test_a_row_that_nobody_may_fill_is_not_wasted(sharp, left, expected):
+@pytest.mark.parametrize(
+    ("left", "host_times", "expected"), [([9, 4, 9, 0], 9, True), ([8, 3, 8, 0], 0.5, False)]
+)
+def test_a_row_that_nobody_may_fill_is_not_wasted(sharp, left, host_times, expected):
     """The others wait for blocks: another chunk is worth it if a row goes on."""
     work = Chunks(options_of(sharp), 4)
-    work.last_s, work.paces = 9 * HOST_SECONDS, np.array([8, 3, 8, 1])
+    work.last_s, work.paces = host_times * HOST_SECONDS, np.array([8, 3, 8, 1])
     assert work.looks_ahead(np.array(left), waiting=True) is expected
 
 
