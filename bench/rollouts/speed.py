@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from jspec.cli.compile_cache import keep_programs
 
 CALLS = 3  # timed ones
 CHECKED = check.ROWS
-SCORED = 64  # texts of a batch that is scored
+SCORED = 64  # texts of a batch that is scored; those that a trainer's forward scores
 SAMPLING = {"greedy": 0.0, "t1": 1.0}
 DRAFTS = (PLAIN, "ngram", "suffix")
 # B: answers; group: of them to a prompt; S and new: most tokens of a prompt and of an answer.
@@ -127,7 +127,7 @@ class Trial:
         }
         if engine is not None:
             measured["compilations"] = engine.stats.compilations - before
-        measured |= self.compared(outputs[0], engine)
+        measured |= self.compared(outputs, engine)
         checked = result["checked"]
         if not checked:
             measured = {"check": result, "reason": "its tokens are wrong"}
@@ -151,21 +151,27 @@ class Trial:
         plain = [x[:-1] if x[-1] in stops else x for x in plain]
         return check.greedy(scorer, answers, plain, exact=False)
 
-    def compared(self, output: Any, engine: jspec.Engine | None) -> Row:
-        """A rollout's log-probabilities with `jspec.score_tokens` and with a trainer's forward."""
+    def compared(self, outputs: Sequence[Any], engine: jspec.Engine | None) -> Row:
+        """Log-probabilities of rollouts against other forwards.
+
+        `jspec.score_tokens` scores all answers, and a trainer's forward the first `SCORED`.
+        """
         ids, group = self.prompts.ids, self.case["group"]
-        texts = [[*ids[row // group], *map(int, x)] for row, x in enumerate(output.tokens)]
         exact: Any = "bits" if engine is not None and self.case["exact"] == "bits" else None
         model = self.model if engine is None else engine.model
-        pieces = [texts[i : i + SCORED] for i in range(0, len(texts), SCORED)]
-        scores = [x for piece in pieces for x in jspec.score_tokens(model, piece, exact=exact)]
+        own, scores, texts = [], [], []
+        for output in outputs:
+            own += output.logprobs
+            texts += [[*ids[row // group], *map(int, x)] for row, x in enumerate(output.tokens)]
+        for begin in range(0, len(texts), SCORED):
+            scores += jspec.score_tokens(model, texts[begin : begin + SCORED], exact=exact)
         size, of_trainer = max(map(len, ids)) + self.case["new"], {}
         for dtype in dict.fromkeys((self.model.dtype, jnp.dtype("float32"))):
             actor = tunix.actor_of(self.model, dtype, dtype)
-            theirs = differences.trainer_scores(actor, texts, size)
-            of_trainer[dtype.name] = differences.between(output.logprobs, theirs)
+            theirs = differences.trainer_scores(actor, texts[:SCORED], size)
+            of_trainer[dtype.name] = differences.between(own[:SCORED], theirs)
         return {
-            "differences": differences.between(output.logprobs, scores),
+            "differences": differences.between(own, scores),
             "trainer_differences": of_trainer,
         }
 

@@ -297,20 +297,24 @@ def test_log_probabilities_are_compared_with_both_forwards(monkeypatch):
         np.testing.assert_allclose(own, theirs[row, : len(own)], atol=1e-5)
 
     def exact_scores(given, given_texts, exact):
-        assert (given, given_texts, exact) == (engine.model, texts, "bits")
-        return scores
+        assert (given, exact) == (engine.model, "bits")
+        return [scores[texts.index(text)] for text in given_texts]
 
     monkeypatch.setattr(jspec, "score_tokens", exact_scores)
     engine: Any = SimpleNamespace(model=object())
     output = SimpleNamespace(tokens=answers, logprobs=ours)
-    result = trial.compared(output, engine)
+    result = trial.compared([output], engine)
     assert result["differences"] == {"max": 0, "counts": [24] + [0] * 14}
     both = result["trainer_differences"]
     assert both["float32"] == result["differences"]
     assert both["bfloat16"]["max"] > 1e-3
     output.logprobs[1][6] += 0.05
-    found = trial.compared(output, engine)["differences"]
-    assert (found["counts"][0], found["counts"][11]) == (23, 1)
+    monkeypatch.setattr(speed, "SCORED", 4)
+    found = trial.compared([output, output], engine)
+    counts = found["differences"]["counts"]
+    assert (counts[0], counts[11]) == (46, 2)  # of all answers
+    counts = found["trainer_differences"]["float32"]["counts"]
+    assert (counts[0], counts[11]) == (15, 1)  # of the first four
     assert differences._forward._cache_size() == programs + 2  # one for each dtype
 
 
