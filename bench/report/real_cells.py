@@ -108,7 +108,8 @@ MORE = tuple(name for name in DRAFTERS if name not in FEW)
 
 
 def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several results of one machine as one; later runs have higher numbers, rows their date.
+    """Several results of one machine as one; later runs have higher numbers, rows their date and
+    versions.
 
     Raises `ValueError` where they are of more than one device.
     """
@@ -120,9 +121,10 @@ def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     rows: list[Row] = []
     numbers: dict[tuple[int, int], int] = {}
     for index, result in enumerate(results):
+        of_result = {key: result["machine"].get(key) for key in ("date", "versions")}
         for row in result["rows"]:
             number = numbers.setdefault((index, row["run"]), len(numbers))
-            rows.append(row | {"run": number, "date": result["machine"]["date"]})
+            rows.append(row | {"run": number} | of_result)
     first, last = (machines[i]["date"] for i in (0, -1))
     date = first if first == last else f"{first} to {last}"
     models = {model["name"]: model for result in results for model in models_of(result)}

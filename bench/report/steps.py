@@ -167,18 +167,13 @@ def parts_us(row: Row | None, alone: Row | None) -> dict[str, float]:
 
 
 def imposed(runs: Sequence[Run]) -> Iterator[Line]:
-    """Tokens a second of vegas and the fastest drafter of each case."""
+    """Tokens a second of vegas and the fastest drafter of each case, each at its fastest gamma."""
     cards: set[str] = set()
-    run_of = {id(row): run for run in runs for row in run.rows}
-    for place, of_place in steps(runs, "draft").items():
-        rated = {name: row for name, row in of_place.items() if "tokens_per_s" in row}
-        rated.pop(PLAIN, None)
-        rates = {name: row["tokens_per_s"] for name, row in rated.items()}
-        fastest = max(rates, key=rates.__getitem__, default=PLAIN)
-        for name, row in rated.items():
-            if name in {"vegas", fastest}:
-                beside = steps([run_of[id(row)]], "draft")[place]
-                plain = beside.get(PLAIN, {}).get("tokens_per_s")
+    for place, of_place in rated(runs).items():
+        rates = {name: row["tokens_per_s"] for name, (row, _) in of_place.items()}
+        fastest = max(rates, key=rates.__getitem__)
+        for name, (row, plain) in of_place.items():
+            if name in {VEGAS, fastest}:
                 speed = None if plain is None else rates[name] / plain
                 cells = {
                     "draft": name,
@@ -188,8 +183,28 @@ def imposed(runs: Sequence[Run]) -> Iterator[Line]:
                     "tok/s": f"{rates[name]:,.0f}",
                     "vs plain": ratio(speed),
                 }
-                yield Line(labels(place) | cells, name == "vegas" and place[0] not in cards)
+                yield Line(labels(place) | cells, name == VEGAS and place[0] not in cards)
         cards.add(place[0])
+
+
+def rated(runs: Sequence[Run]) -> dict[Place, dict[str, tuple[Row, float | None]]]:
+    """By place and drafter the iteration with a rate at its fastest gamma, the first run of it, and
+    the rate of plain decoding in the same run."""
+    by_gamma: dict[Place, dict[str, dict[int, tuple[Row, float | None]]]] = {}
+    for run in runs:
+        for place, of_place in steps([run], "draft").items():
+            plain = of_place.get(PLAIN, {}).get("tokens_per_s")
+            for name, row in of_place.items():
+                if name != PLAIN and "tokens_per_s" in row:
+                    of_name = by_gamma.setdefault(place, {}).setdefault(name, {})
+                    of_name.setdefault(row["case"]["gamma"], (row, plain))
+    return {
+        place: {
+            name: max(of_name.values(), key=lambda pair: pair[0]["tokens_per_s"])
+            for name, of_name in of_place.items()
+        }
+        for place, of_place in by_gamma.items()
+    }
 
 
 def in_host_memory(runs: Sequence[Run]) -> Iterator[Line]:

@@ -75,6 +75,14 @@ def test_an_imposed_rate_is_over_plain_decoding_of_the_same_shape():
     over_plain, alone = (line.cells for line in steps.imposed([run(rows)]))
     assert (over_plain["B"], over_plain["tok/s"], over_plain["vs plain"]) == ("4", "100", "2.50x")
     assert (alone["B"], alone["vs plain"]) == ("8", "")
+    short = [row(name, 4, rate) for name, rate in (("plain", 30.0), ("vegas", 90.0))]
+    for x in short:
+        x["case"] = x["case"] | {"gamma": 5}
+    again, _ = (line.cells for line in steps.imposed([run(short), run(rows), run(rows[3:4])]))
+    assert (again["gamma"], again["tok/s"], again["vs plain"]) == ("9", "100", "2.50x")
+    short[1]["tokens_per_s"] = 120.0
+    faster, _ = (line.cells for line in steps.imposed([run(rows), run(short)]))
+    assert (faster["gamma"], faster["tok/s"], faster["vs plain"]) == ("5", "120", "4.00x")
 
 
 def test_attention_of_two_devices_is_over_one_of_the_same_shape():
