@@ -7,7 +7,9 @@ goes on with its weights.
 
 On several GPUs each has an engine with its share of the prompts and of the trainer's batch.
 
-Run: python examples/grpo.py --steps 25 --devices 4 --picture reward.png
+Run: python examples/grpo.py
+On four GPUs: python examples/grpo.py --devices 4
+Without GPUs: XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/grpo.py --devices 4
 """
 
 import argparse
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +171,20 @@ def draw(rewards: Sequence[float], picture: Path) -> None:
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--answers", type=int, default=8, help="of a group")
+    parser.add_argument("--answers", type=int, default=8, help="to each prompt")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, default=1, choices=(1, 2, 4))  # divide the prompts
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--picture", type=Path, help="draw the rewards; needs matplotlib")
     asked = parser.parse_args(arguments)
     if asked.devices > jax.device_count():
-        parser.error(f"--devices {asked.devices} must be at most {jax.device_count()}, JAX's own")
+        parser.error(
+            f"--devices {asked.devices} must be at most {jax.device_count()}, the devices that JAX "
+            "has here; without GPUs set XLA_FLAGS=--xla_force_host_platform_device_count="
+            f"{asked.devices}"
+        )
+    if asked.picture is not None and find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib; pip install matplotlib")
     return asked
 
 
