@@ -83,8 +83,10 @@ def check_model(path: Path) -> None:
     if gguf_path(path) is not None:
         return
     if not path.is_dir():
-        state = "is no directory" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {state}; pass a local model directory, jspec downloads none")
+        state = "is neither a directory nor named *.gguf" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"{path} {state}; pass a local model directory or GGUF file, jspec downloads none"
+        )
     if (path / SETTINGS).is_file():
         return
     if not (path / saved.SETTINGS).is_file():

@@ -25,6 +25,7 @@ TENSOR_LIMIT = 1 << 17
 STRING_LIMIT = 1 << 20  # strings of a list; the largest have half a million
 LIST_LIMIT = 1 << 16  # items of a list outside of the tokenizer, such as one number per layer
 DIMENSION_LIMIT = 4
+DAMAGED = "it is truncated or damaged, copy or download it again"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -92,7 +93,9 @@ class GGUFFile:
             with path.open("rb") as file:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size < 24:
-                    raise self.error(f"{self.size} bytes are fewer than the 24 of a header")
+                    raise self.error(
+                        f"{self.size} bytes are too few for its header of 24; {DAMAGED}"
+                    )
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                     self._read(content)
         except OSError as error:
@@ -213,10 +216,10 @@ class _Reader:
 
     def _check(self, size: int, what: str, claim: str) -> None:
         if size > self._end - self.at:
-            raise self._file.error(
-                f"{quoted(what)} claims {claim} at byte {self.at}, but the file has "
-                f"{self._file.size} and its header may have {HEADER_LIMIT}"
-            )
+            limit = f"a header may have {HEADER_LIMIT}"
+            if self._end == self._file.size:
+                limit = f"the file has {self._end}; {DAMAGED}"
+            raise self._file.error(f"{quoted(what)} claims {claim} at byte {self.at}, but {limit}")
 
 
 def _listed(value: np.ndarray | Strings) -> list[Any]:

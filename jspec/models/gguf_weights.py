@@ -12,7 +12,7 @@ import numpy as np
 
 from jspec.config import ModelConfig
 from jspec.models.errors import CheckpointError, on_one_line, quoted
-from jspec.models.gguf_file import GGUFFile, TensorEntry
+from jspec.models.gguf_file import DAMAGED, GGUFFile, TensorEntry
 from jspec.models.gguf_settings import config_of
 from jspec.models.gguf_vocabulary import read_vocabulary
 from jspec.models.rope import channel_order
@@ -95,7 +95,7 @@ class GGUFWeights:
         if end > self._file.size:
             raise self._file.error(
                 f"tensor {quoted(entry.name)} ends at byte {end}, but the file has "
-                f"{self._file.size}; it is truncated, copy or download it again"
+                f"{self._file.size}; {DAMAGED}"
             )
         return row
 

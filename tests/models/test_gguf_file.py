@@ -32,14 +32,17 @@ def tensor(*sizes, kind=0, offset=0, name=b"t"):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "0 bytes are fewer than the 24 of a header"),
+        (b"", "0 bytes are too few for its header of 24; it is truncated or damaged"),
         (header(magic=b"GGML"), "it starts with b'GGML'"),
         (header(version=1), "version 1 is unknown; jspec reads 2 and 3"),
         (header(version=3 << 24), "version 50331648 is unknown; .* little-endian"),
         (header(num_fields=2**60), "claims 1152921504606846976 fields"),
         (header(count=2**40), "claims 0 fields and 1099511627776 tensors"),
         (header(num_fields=1), "'the name of a field' claims 8 bytes at byte 24"),
-        (header(array(4, 2**40)), "'a' claims 1099511627776 items at byte 49, but the file has 49"),
+        (
+            header(array(4, 2**40)),
+            "'a' claims 1099511627776 items at byte 49, but the file has 49; it is trunc",
+        ),
         (header(array(4, 2**62)), "'a' claims 4611686018427387904 items"),
         (header(array(8, 2**40)), "'a' claims 1099511627776 strings"),
         (header(array(8, 2, text(b"ab") + struct.pack("<Q", 9))), "'a' claims 2 strings"),

@@ -32,9 +32,9 @@ def refused(path, *parts):
 
 
 def test_paths_that_are_no_model(tmp_path):
-    refused(tmp_path / "absent", "absent does not exist; pass a local model directory")
+    refused(tmp_path / "absent", "absent does not exist; pass a local model directory or GGUF file")
     (tmp_path / "file").touch()
-    refused(tmp_path / "file", "file is no directory")
+    refused(tmp_path / "file", "file is neither a directory nor named *.gguf; pass")
     refused(tmp_path, "is no model: it has neither config.json")
 
 
