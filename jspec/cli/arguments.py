@@ -92,7 +92,10 @@ def _finite(text: str) -> float:
 
 
 def _gamma(text: str) -> int | str:
-    return text if text == "auto" else _integer(text)
+    try:
+        return text if text == "auto" else _integer(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -136,8 +139,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--gamma",
         type=_gamma,
         metavar="N",
-        help="most draft tokens a step; auto, by measured times and acceptance, is the default "
-        "where it changes no token of a seed",
+        help="the largest number of tokens that a step drafts, or auto, by measured times and "
+        "acceptance; auto is the default where it changes no token of a seed",
     )
     add("--settings", metavar="FILE.json", help="draft and gamma, as jspec tune writes them")
     rules = "how a sampled draft is verified: token by token, or as a block; default %(default)s"
@@ -201,7 +204,12 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
         help="share each row among kvp x tpa devices, by positions and by heads (docs/helix.md)",
     )
     add("--devices", type=_integer, metavar="N", help="on N virtual CPU devices, to try --helix on")
-    add("--context", type=_integer, metavar="N", help="most tokens of prompt and output together")
+    add(
+        "--context",
+        type=_integer,
+        metavar="N",
+        help="the largest number of tokens, prompt and output",
+    )
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:

@@ -130,7 +130,12 @@ def _budget(text: str) -> int | float:
 
 def _read(arguments: argparse.Namespace) -> list[Question]:
     """The questions of a file, scored by ``--metric`` where that is named."""
-    questions = read_questions(arguments.tasks)
+    try:
+        questions = read_questions(arguments.tasks)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{arguments.tasks} does not exist; name {', '.join(TASKS)} or a file of questions"
+        ) from None
     if arguments.metric is None:
         return questions
     if arguments.metric in CHINESE:

@@ -253,7 +253,7 @@ def _compare(outcome: Outcome, plainly: Outcome, *, lossless: bool = True) -> di
     """Speculative or lossy against plain decoding: the same tokens? how much faster a token?
 
     Sampled rows whose drafts have logits spend their random numbers otherwise than plain decoding
-    does: there, tokens that differ follow the same law, unless decoding was not lossless.
+    does: there, tokens that differ follow the same distribution, unless decoding was not lossless.
     """
     pairs = list(zip(outcome.served, plainly.served, strict=True))
     same = [s.row.tokens == p.row.tokens for s, p in pairs]

@@ -209,7 +209,7 @@ def _asked(value: dict[str, Any], chat: Chat) -> bytes | list[Message]:
     if "messages" not in value:
         prompt = value.get("prompt")
         if not isinstance(prompt, str) or not prompt:
-            raise ValueError("'prompt' must be a string that is not empty")
+            raise ValueError(f"'prompt' must be a string that is not empty, got {prompt!r:.80}")
         return chat.prompt(_encoded("'prompt'", prompt))
     if "prompt" in value:
         raise ValueError("a request has 'prompt' or 'messages', not both; leave one out")

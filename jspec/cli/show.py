@@ -170,7 +170,7 @@ def _sameness(compare: dict[str, Any]) -> str:
         return "tokens differ, as --policy is not lossless"
     if not compare["greedy_identical"]:
         return "tokens differ"
-    return "other tokens of the same law"
+    return "other tokens of the same distribution"
 
 
 def print_json(value: dict[str, Any]) -> None:

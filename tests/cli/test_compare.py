@@ -1,4 +1,4 @@
-"""`--compare`: identical tokens, or the same law, and how it is said."""
+"""`--compare`: identical tokens, or the same distribution, and how it is said."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ def test_compare_expects_of_sampled_tokens_the_same_law_alone(run, source):
     asked = ("--prompt-file", source, "--draft", "streaming", "--temperature", "9")
     code, _, err = run(*asked, "--max-new-tokens", "24", "--compare")
     assert code == 0
-    assert "other tokens of the same law" in err
+    assert "other tokens of the same distribution" in err
 
 
 def test_a_lossy_policy_is_compared_as_such(run, source):
@@ -73,10 +73,10 @@ def compared(rows: list[tuple[float, list[int], list[int]]], *, lossless: bool =
     [
         ([(0, [1], [1]), (0, [2], [2])], False, "identical tokens"),
         ([(0, [1], [1]), (0, [2], [3])], False, "tokens differ"),
-        ([(0, [1], [1]), (1, [2], [3])], True, "other tokens of the same law"),
+        ([(0, [1], [1]), (1, [2], [3])], True, "other tokens of the same distribution"),
         ([(1, [1], [1]), (0, [2], [3])], True, "tokens differ"),
         ([(1, [1], [1]), (0, [2], [2])], True, "identical tokens"),
-        ([(1, [1], [2])], True, "other tokens of the same law"),
+        ([(1, [1], [2])], True, "other tokens of the same distribution"),
     ],
     ids=["same", "differ", "sampled-differs", "greedy-differs", "mixed-same", "sampled"],
 )

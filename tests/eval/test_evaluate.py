@@ -307,7 +307,7 @@ def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
         (["ruler", "--only", "niah"], "--only 'niah' is unknown; tasks of ruler are niah_single_1"),
         (["ruler", "--length", "0"], "must be at least 1"),
         (["ruler-bytes", "--length", "1000"], "are too few for a question; the shortest takes 10"),
-        (["no/such.jsonl"], "no/such.jsonl"),
+        (["no/such.jsonl"], "no/such.jsonl does not exist; name ruler, ruler-bytes or a file"),
         (["x.jsonl", "--only", "vt"], "--only does not go with x.jsonl"),
         (["x.jsonl", "--qa", "x.json"], "--qa does not go with x.jsonl"),
         (["ruler", "--metric", "f1"], "--metric does not go with ruler"),
