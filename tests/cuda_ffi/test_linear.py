@@ -45,7 +45,8 @@ CASES = {
 
 # Of more rows, and of few with many inputs: tiles of rows and of columns that are whole or not,
 # inputs that steps of 64 do not divide, and more of them than a block has room for. The emulator
-# has 3 multiprocessors: it splits the inputs of a single tile among two, three or four blocks.
+# has 3 multiprocessors: it splits the inputs of a single tile, of 32 rows or of 128, among two,
+# three or four blocks, and a block of several tiles adds up the parts of an exact matmul alone.
 TILES = {
     "two-blocks": (25, 96, 24, "bfloat16", "norm", "bias"),
     "three-blocks": (28, 160, 48, "bfloat16", "norm", "gated", "add", "wide"),
@@ -55,6 +56,7 @@ TILES = {
     "down": (128, 1056, 64, "bfloat16", "add"),
     "gated-added": (33, 64, 8, "bfloat16", "gated", "add", "wide"),
     "biased": (64, 1600, 136, "bfloat16", "add", "bias", "norm"),
+    "many-inputs": (128, 4096, 24, "bfloat16", "norm", "add"),
     "few-rows": (12, 1536, 72, "bfloat16", "add"),
 }
 

@@ -196,12 +196,16 @@ __device__ __forceinline__ void await_matmul(float (&sum)[32]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_32(JSPEC_READ_WRITE, sum)::"memory");
 }
 
-#define JSPEC_16(x)                                                                              \
-  "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7]), \
-      "+f"(x[8]), "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]),    \
-      "+f"(x[15])
+#define JSPEC_16(f, x)                                                                         \
+  f(x[0]), f(x[1]), f(x[2]), f(x[3]), f(x[4]), f(x[5]), f(x[6]), f(x[7]), f(x[8]), f(x[9]),    \
+      f(x[10]), f(x[11]), f(x[12]), f(x[13]), f(x[14]), f(x[15])
+#define JSPEC_64(f, x)                                                                           \
+  JSPEC_32(f, x), f(x[32]), f(x[33]), f(x[34]), f(x[35]), f(x[36]), f(x[37]), f(x[38]), f(x[39]), \
+      f(x[40]), f(x[41]), f(x[42]), f(x[43]), f(x[44]), f(x[45]), f(x[46]), f(x[47]), f(x[48]),   \
+      f(x[49]), f(x[50]), f(x[51]), f(x[52]), f(x[53]), f(x[54]), f(x[55]), f(x[56]), f(x[57]),   \
+      f(x[58]), f(x[59]), f(x[60]), f(x[61]), f(x[62]), f(x[63])
 
-// Starts sum += a b of 64 rows, 16 inner and 32 columns of bfloat16. `b` describes
+// Starts sum += a b of 64 rows, 16 inner and 32, 64 or 128 columns of bfloat16. `b` describes
 // [columns, inner] in shared memory.
 __device__ __forceinline__ void add_matmul(float (&sum)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
@@ -209,14 +213,36 @@ __device__ __forceinline__ void add_matmul(float (&sum)[16], const uint32_t (&a)
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
       "{%16, %17, %18, %19}, %20, adds, 1, 1, 0;\n}"
-      : JSPEC_16(sum)
+      : JSPEC_16(JSPEC_READ_WRITE, sum)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void add_matmul(float (&sum)[32], const uint32_t (&a)[4], uint64_t b) {
+  multiply<false, false>(sum, a, b, true);
+}
+
+__device__ __forceinline__ void add_matmul(float (&sum)[64], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.eq.b32 adds, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "
+      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, adds, 1, 1, 0;\n}"
+      : JSPEC_64(JSPEC_READ_WRITE, sum)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 __device__ __forceinline__ void await_matmul(float (&sum)[16]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_16(sum)::"memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_16(JSPEC_READ_WRITE, sum)::"memory");
 }
 
+__device__ __forceinline__ void await_matmul(float (&sum)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_64(JSPEC_READ_WRITE, sum)::"memory");
+}
+
+#undef JSPEC_64
 #undef JSPEC_16
 #undef JSPEC_MULTIPLY
 #undef JSPEC_READ_WRITE

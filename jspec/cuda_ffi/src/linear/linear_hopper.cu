@@ -1,12 +1,13 @@
 // A matmul of up to tens of rows with bfloat16 weights, on the matrix units of Hopper.
 //
-// A block has 32 rows and 64 columns of each side. Two warps copy steps of 64 inputs: one the
+// A block has 32, 64 or 128 rows and 64 columns of each side. Two warps copy steps of 64 inputs: one the
 // weights, which no kernel ahead writes, and one the rows. Weights are the first factor of the
 // matrix instruction, from registers, where they are scaled for the norm; rows are the second, from
 // shared memory. So a thread has the sums of a column of both sides. Four more warps add up the
 // squares of the rows. Blocks of a cluster split the inputs; each adds up the sums of its share of
 // the rows, in one order. docs/matmuls.md says more.
 #include <algorithm>
+#include <iterator>
 
 #include "common/dependent.cuh"
 #include "common/swizzle.cuh"
@@ -16,8 +17,7 @@
 namespace jspec {
 namespace {
 
-constexpr int kRows = 32, kColumns = 64, kStep = 64;  // of a block; inputs of a step
-constexpr int kEights = kRows / 8;                    // of rows, which a thread has two of
+constexpr int kColumns = 64, kStep = 64;  // of a block; inputs of a step
 constexpr int kRowBytes = kStep * 2;                  // of a step, of weights and of rows
 constexpr int kSideBytes = kStep * kRowBytes;
 static_assert(kRowBytes == kSwizzledRowBytes);
@@ -25,11 +25,13 @@ constexpr int kMostDepth = 32;      // slots of steps
 constexpr int kMostCluster = 4;     // blocks
 constexpr int kAlignment = 1024;    // of tiles whose units are permuted
 constexpr int kSquaring = 4;        // warps, which share the inputs of a step
-constexpr int kMultiprocessorBytes = 228 * 1024, kReservedBytes = 1024;  // of a block for itself
+constexpr int kRegisters = 1 << 16, kMultiprocessorBytes = 228 * 1024;  // of a multiprocessor
+constexpr int kReservedBytes = 1024;  // of a block for itself
 enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet };  // barriers of a block, by number
 
-template <bool gated>
+template <bool gated, int kRows>
 struct Block {
+  static constexpr int kEights = kRows / 8;  // of rows, which a thread has two of
   static constexpr int kSides = gated ? 2 : 1, kMultiplying = kSides * kWarpgroup;  // threads
   static constexpr int kWarps = kMultiplying / 32;
   // The warps that copy follow those that multiply; those that square are last, if there is a norm.
@@ -39,13 +41,15 @@ struct Block {
 };
 
 // How the blocks of a cluster share the work, and where a block has what in shared memory after its
-// slots; divisions are the host's.
+// slots; divisions are the host's. The inputs have parts, whose sums are added up in their order: by
+// a cluster, a part for each block, or by a single block, one part after another.
 struct Shares {
   int blocks;               // of the cluster
-  int steps, more_steps;    // of a block; so many first blocks have one more
+  int parts;                // of a block; 1 in a cluster
+  int steps, more_steps;    // of a part; so many first parts have one more
   int eights, more_eights;  // the same of the eights of rows whose results a block gives
   int depth;                // slots
-  int sums, squares;        // what the blocks of the cluster send to this one
+  int sums, squares;        // of the parts
   int scale, barriers;
 };
 
@@ -58,14 +62,14 @@ __device__ __forceinline__ float squared(uint32_t pair) {
   return fmaf(low(pair), low(pair), high(pair) * high(pair));
 }
 
-template <bool gated>
-__global__ void __launch_bounds__(Block<gated>::kNormThreads)
+template <bool gated, int kRows>
+__global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
     hopper_kernel(const __grid_constant__ Linear linear, const __grid_constant__ CUtensorMap xs,
                   const __grid_constant__ CUtensorMap kernel,
                   const __grid_constant__ Shares shares) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Block = Block<gated>;
-  constexpr int kSides = Block::kSides, kWarps = Block::kWarps;
+  using Block = Block<gated, kRows>;
+  constexpr int kSides = Block::kSides, kWarps = Block::kWarps, kEights = Block::kEights;
   constexpr int kMultiplying = Block::kMultiplying;
   extern __shared__ char memory[];
   char* shared = memory + (kAlignment - shared_address(memory) % kAlignment) % kAlignment;
@@ -79,7 +83,9 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
   const int outputs = linear.outputs, cluster = shares.blocks;
   const int rank = blockIdx.x, first_row = blockIdx.y * kRows, first_column = blockIdx.z * kColumns;
   const int begin = (rank * shares.steps + min(rank, shares.more_steps)) * kStep;
-  const int steps = shares.steps + (rank < shares.more_steps);
+  const auto steps_of = [&](int part) { return shares.steps + (part < shares.more_steps); };
+  const int parts = shares.parts;
+  const int steps = parts > 1 ? parts * shares.steps + shares.more_steps : steps_of(rank);
   const int eights = shares.eights + (rank < shares.more_eights);
   const int most_eights = shares.eights + (shares.more_eights > 0);
   const bool copies_weights = warp == kWarps, copies_rows = warp == kWarps + 1;
@@ -148,7 +154,7 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
   if (warp >= kWarps) {
     const int share = warp - kWarps - 2, thread = threadIdx.x - Block::kThreads;
     float squares[kEights] = {};
-    int slot = 0;
+    int slot = 0, part = rank, part_end = steps_of(rank);
     uint32_t phase = 0;
     for (int step = 0; step < steps; ++step) {
       barrier_wait(&full[slot], phase);
@@ -163,16 +169,19 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
       __syncwarp();
       if (lane == 0) barrier_arrive(&free[slot]);
       if (++slot == shares.depth) slot = 0, phase ^= 1;
-    }
-    if (cluster > 1) cluster_wait();  // all blocks have begun
-    int block = 0;                    // which gives the results of an eight
+      if (step + 1 < part_end) continue;
+      if (cluster > 1) cluster_wait();  // all blocks have begun
+      int block = 0;                    // which gives the results of an eight
 #pragma unroll
-    for (int i = 0; i < kEights; ++i) {
-      squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 1);
-      squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 2);
-      float* place = squares_of + (rank * kSquaring + share) * kRows + i * 8 + eighth;
-      if (quarter == 0) send(place, block, squares[i]);
-      if (++block == cluster) block = 0;
+      for (int i = 0; i < kEights; ++i) {
+        squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 1);
+        squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 2);
+        float* place = squares_of + (part * kSquaring + share) * kRows + i * 8 + eighth;
+        if (quarter == 0) send(place, block, squares[i]);
+        if (++block == cluster) block = 0;
+        squares[i] = 0;
+      }
+      part_end += steps_of(++part);
     }
     if (cluster > 1) barrier_wait(received, 0);
     barrier_of<32 * kSquaring>(kSquaresMeet);
@@ -180,7 +189,7 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
       const int row = (rank + thread / 8 * cluster) * 8 + thread % 8;
       float total = 0;
 #pragma unroll 4
-      for (int i = 0; i < cluster * kSquaring; ++i) total += squares_of[i * kRows + row];
+      for (int i = 0; i < cluster * parts * kSquaring; ++i) total += squares_of[i * kRows + row];
       squares_of[row] = root_of(linear, total);
     }
     barrier_of<kMultiplying + 32 * kSquaring>(kRootsMeet);
@@ -275,14 +284,39 @@ __global__ void __launch_bounds__(Block<gated>::kNormThreads)
     if (lane == 0) barrier_arrive(&free[slot]);
     if (++slot == shares.depth) slot = 0;
   };
+  int part = 0, part_end = steps_of(0);
+  // Adds up the sums of the parts of a block without a cluster.
+  const auto end_step = [&](int step) {
+    if (parts == 1 || step + 1 < part_end) return;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      float4* place = sums_of + i * kMultiplying + threadIdx.x;
+      float4 total = part ? *place : float4{};
+      total.x += sums[i * 4], total.y += sums[i * 4 + 1];
+      total.z += sums[i * 4 + 2], total.w += sums[i * 4 + 3];
+      *place = total;
+    }
+    for (float& sum : sums) sum = 0;
+    part_end += steps_of(++part);
+  };
   load(weights[0], 0);
   for (int step = 0; step < steps; step += 2) {
     multiply_step(weights[0], weights[1], step);
-    if (step + 1 < steps) multiply_step(weights[1], weights[0], step + 1);
+    end_step(step);
+    if (step + 1 == steps) break;
+    multiply_step(weights[1], weights[0], step + 1);
+    end_step(step + 1);
   }
 
   __syncwarp();
-  if (cluster > 1) {
+  if (parts > 1) {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      const float4 total = sums_of[i * kMultiplying + threadIdx.x];
+      sums[i * 4] = total.x, sums[i * 4 + 1] = total.y;
+      sums[i * 4 + 2] = total.z, sums[i * 4 + 3] = total.w;
+    }
+  } else if (cluster > 1) {
     cluster_wait();            // all blocks have begun
     int block = 0, index = 0;  // which gives the results of an eight, and its number there
 #pragma unroll
@@ -357,58 +391,132 @@ const char* map_of(const void* matrix, cuuint64_t columns, cuuint64_t rows, cuui
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-// The blocks of a cluster with which the busiest multiprocessor takes the least of so many tiles.
-int balanced_cluster(int tiles, int processors) {
-  const auto most_of = [&](int cluster) { return (tiles * cluster + processors - 1) / processors; };
-  int best = 1;
-  for (int cluster = 2; cluster <= kMostCluster; ++cluster) {
-    if (most_of(cluster) * best < most_of(best) * cluster) best = cluster;
-  }
-  return best;
+// Whether a multiprocessor has at most one of so many blocks, all at once. Clusters of more than two
+// leave some multiprocessors of a group without a block.
+bool are_alone(int blocks, int cluster, int processors) {
+  return blocks <= (cluster > 2 ? processors * 3 / 4 : processors);
 }
 
-template <bool gated>
-const char* launch(const Linear& linear, bool early, Stream stream) {
-  using Block = Block<gated>;
+// Whether so many blocks in clusters are faster than a block for each tile.
+bool is_split_faster(int tiles, int cluster, int resident, int processors) {
+  const int blocks = tiles * cluster;
+  if (are_alone(blocks, cluster, processors)) return true;
+  // All at once, or three halves one after another in place of two whole tiles.
+  return resident > 1 ? blocks <= processors + processors / 2
+                      : cluster == 2 && tiles > processors && blocks <= 3 * processors;
+}
+
+// The most parts of the inputs of each of so many tiles with which clusters are faster, or 1.
+int most_parts(int tiles, int steps, int resident, int processors) {
+  int most = 1;
+  for (int parts = 2; parts <= std::min(steps, kMostCluster); ++parts) {
+    if (is_split_faster(tiles, parts, resident, processors)) most = parts;
+  }
+  return most;
+}
+
+// The blocks, two at most, for which a multiprocessor has the registers.
+template <bool gated, int kRows>
+int resident_blocks(int threads) {
+  static const int registers = [] {
+    cudaFuncAttributes attributes{};
+    cudaFuncGetAttributes(&attributes, hopper_kernel<gated, kRows>);
+    return std::max(attributes.numRegs, 1);
+  }();
+  return std::clamp(kRegisters / ((registers + 7) / 8 * 8 * threads), 1, 2);
+}
+
+// How a matmul is split, and how long it may take.
+struct Plan {
+  int cluster, parts;
+  bool are_shared;   // multiprocessors, by two blocks
+  float nanoseconds;
+};
+
+template <bool gated, int kRows>
+Plan plan_of(const Linear& linear) {
+  using Block = Block<gated, kRows>;
+  // Measured on an H200: of a step of 64 inputs, and of a block besides.
+  constexpr int kLarge = kRows / 64;  // 0, 1 or 2
+  constexpr float kStepTimes[] = {170, 230, 400}, kGatedStepTimes[] = {350, 480, 770};
+  constexpr float kBlockTimes[] = {2400, 3300, 3700}, kSharing = 1.25f;
+  const int threads = linear.scale ? Block::kNormThreads : Block::kThreads;
+  const int resident = resident_blocks<gated, kRows>(threads), processors = multiprocessors();
+  const int steps = (linear.inputs + kStep - 1) / kStep;
+  const int tiles_of_row = (linear.outputs + kColumns - 1) / kColumns;
+  const int tiles = tiles_of_row * ((linear.rows + kRows - 1) / kRows);
+  Plan plan;
+  if (linear.exact) {
+    // The order of sums may not follow from the rows: it is that of a single tile of them.
+    plan.parts = most_parts(tiles_of_row, steps, resident_blocks<gated, 32>(threads), processors);
+    const bool is_faster = is_split_faster(tiles, plan.parts, resident, processors);
+    plan.cluster = is_faster ? plan.parts : 1;
+  } else {
+    plan.parts = plan.cluster = most_parts(tiles, steps, resident, processors);
+  }
+  const int blocks = tiles * plan.cluster;
+  plan.are_shared = resident > 1 && !are_alone(blocks, plan.cluster, processors);
+  const int at_once = (plan.cluster > 2 ? processors * 3 / 4 : processors) * (1 + plan.are_shared);
+  const int times = (blocks + at_once - 1) / at_once;
+  const int steps_of_block = (steps + plan.cluster - 1) / plan.cluster;
+  plan.nanoseconds = times * (plan.are_shared ? kSharing : 1) *
+                     (steps_of_block * (gated ? kGatedStepTimes : kStepTimes)[kLarge] +
+                      kBlockTimes[kLarge]);
+  return plan;
+}
+
+template <bool gated, int kRows>
+const char* launch(const Linear& linear, const Plan& plan, bool early, Stream stream) {
+  using Block = Block<gated, kRows>;
+  constexpr int kEights = Block::kEights;
   const int inputs = linear.inputs, columns = linear.outputs * Block::kSides;
   CUtensorMap xs, kernel;
   if (const char* refused = map_of(linear.x, inputs, linear.rows, kRows, &xs)) return refused;
   if (const char* refused = map_of(linear.kernel, columns, inputs, kStep, &kernel)) return refused;
-  const int steps = (inputs + kStep - 1) / kStep, processors = multiprocessors();
-  dim3 blocks(1, (linear.rows + kRows - 1) / kRows, (linear.outputs + kColumns - 1) / kColumns);
-  const int tiles = blocks.y * blocks.z, most_blocks = processors + processors / 2;
-  if (linear.exact) {
-    // The order of sums may not follow from the rows.
-    blocks.x = std::min(steps, balanced_cluster(blocks.z, processors));
-  } else if (tiles * kMostCluster <= most_blocks) {
-    // Splitting the inputs pays where it leaves most multiprocessors with one block.
-    blocks.x = std::min(steps, kMostCluster);
-  }
-  const int cluster = blocks.x, most_steps = (steps + cluster - 1) / cluster;
-  Shares shares{cluster, steps / cluster, steps % cluster, kEights / cluster, kEights % cluster};
+  const auto [cluster, parts, are_shared, _] = plan;
+  const int steps = (inputs + kStep - 1) / kStep, most_steps = (steps + cluster - 1) / cluster;
+  const dim3 blocks(cluster, (linear.rows + kRows - 1) / kRows,
+                    (linear.outputs + kColumns - 1) / kColumns);
+  Shares shares{cluster, parts / cluster, steps / parts, steps % parts, kEights / cluster,
+                kEights % cluster};
   const int eights = (kEights + cluster - 1) / cluster;
-  const int sum_bytes = cluster > 1 ? cluster * eights * Block::kMultiplying * 16 : 0;
-  const int square_bytes = linear.scale ? cluster * kSquaring * kRows * 4 : 0;
+  const int sum_bytes = parts > 1 ? cluster * eights * Block::kMultiplying * 16 : 0;
+  const int square_bytes = linear.scale ? parts * kSquaring * kRows * 4 : 0;
   const int scale_bytes = linear.scale ? most_steps * kRowBytes : 0;
   const int other_bytes = kAlignment + sum_bytes + square_bytes + scale_bytes + sizeof(uint64_t);
   const int slot_bytes = Block::kSlotBytes + 2 * sizeof(uint64_t);
-  const int share = tiles * cluster > processors ? 2 : 1;  // blocks of a multiprocessor
-  const int room = kMultiprocessorBytes / share - kReservedBytes - other_bytes;
+  const auto room_of = [&](int blocks) {  // that share a multiprocessor
+    return kMultiprocessorBytes / blocks - kReservedBytes - other_bytes;
+  };
   // A block loads the weights of a step before it frees the slot of the one before: it would wait
-  // forever for a single slot. A block without a cluster has the most scales.
-  constexpr int kMostOther =
-      kAlignment + kSquaring * kRows * 4 + kTileInputs * 2 + int(sizeof(uint64_t));
-  static_assert(kMultiprocessorBytes / 2 - kReservedBytes - kMostOther >=
+  // forever for a single slot. Its other bytes are the most without a cluster.
+  constexpr int kMostOther = kAlignment + kMostCluster * kSquaring * kRows * 4 + kTileInputs * 2 +
+                             kRows / 8 * Block::kMultiplying * 16 + int(sizeof(uint64_t));
+  static_assert(kMultiprocessorBytes - kReservedBytes - kMostOther >=
                 2 * (Block::kSlotBytes + 2 * int(sizeof(uint64_t))));
+  const int room = room_of(are_shared && room_of(2) >= 3 * slot_bytes ? 2 : 1);
   shares.depth = std::min({most_steps, room / slot_bytes, kMostDepth});
   shares.sums = shares.depth * Block::kSlotBytes;
   shares.squares = shares.sums + sum_bytes;
   shares.scale = shares.squares + square_bytes;
   shares.barriers = shares.scale + scale_bytes;
-  return launch_clusters(hopper_kernel<gated>, cluster, blocks,
+  return launch_clusters(hopper_kernel<gated, kRows>, cluster, blocks,
                          linear.scale ? Block::kNormThreads : Block::kThreads,
                          other_bytes + shares.depth * slot_bytes, early, stream, linear, xs,
                          kernel, shares);
+}
+
+template <bool gated>
+const char* launch_fastest(const Linear& linear, bool early, Stream stream) {
+  const Plan plans[] = {plan_of<gated, 32>(linear), plan_of<gated, 64>(linear),
+                        plan_of<gated, 128>(linear)};
+  const auto is_faster = [](const Plan& a, const Plan& b) { return a.nanoseconds < b.nanoseconds; };
+  const Plan* fastest = std::min_element(std::begin(plans), std::end(plans), is_faster);
+  switch (fastest - plans) {
+    case 0: return launch<gated, 32>(linear, *fastest, early, stream);
+    case 1: return launch<gated, 64>(linear, *fastest, early, stream);
+    default: return launch<gated, 128>(linear, *fastest, early, stream);
+  }
 }
 
 }  // namespace
@@ -418,7 +526,8 @@ const char* linear_hopper(const Linear& linear, bool early, Stream stream) {
   if (!is_hopper()) {
     return "a matmul of so many rows, or an exact one, needs compute capability 9.0";
   }
-  return linear.gated ? launch<true>(linear, early, stream) : launch<false>(linear, early, stream);
+  return linear.gated ? launch_fastest<true>(linear, early, stream)
+                      : launch_fastest<false>(linear, early, stream);
 }
 
 }  // namespace jspec
