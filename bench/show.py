@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         result = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise NoResult(f"cannot read {path}: {error}") from error
+        raise NoResult(f"{path} cannot be read: {error}") from error
     if CONTROL.search(text):
         raise NoResult(f"{path} has control characters, which no suite writes")
     if not isinstance(result, dict) or not isinstance(result.get("suite"), str):

@@ -25,7 +25,7 @@ def check_sizes(setting: Any, *names: str) -> None:
     for name in names:
         value = getattr(setting, name)
         valid = type(value) is int and 1 <= value < 2**31
-        require(valid, f"{name}={value!r:.80} must be a positive int32")
+        require(valid, f"{name}={shown(value)} must be a positive int32")
 
 
 def check_numbers(setting: Any, *names: str) -> None:
@@ -33,14 +33,14 @@ def check_numbers(setting: Any, *names: str) -> None:
     for name in names:
         value = getattr(setting, name)
         valid = is_number(value) and value > 0
-        require(valid, f"{name}={value!r:.80} must be a positive, finite number")
+        require(valid, f"{name}={shown(value)} must be a positive, finite number")
 
 
 def check_flags(setting: Any, *names: str) -> None:
     """Raise unless each of the fields ``names`` of ``setting`` is a bool."""
     for name in names:
         value = getattr(setting, name)
-        require(type(value) is bool, f"{name}={value!r:.80} must be True or False")
+        require(type(value) is bool, f"{name}={shown(value)} must be True or False")
 
 
 def present_fields(setting: Any, *names: str) -> tuple[str, ...]:
@@ -73,6 +73,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 def shown(value: Any) -> str:
     """``value`` as an error message shows it: one line of at most 80 characters."""
     try:
-        return f"{' '.join(repr(value).split()):.80}"
+        text = " ".join(repr(value).split())
     except ValueError:  # Python prints no int of thousands of digits
         return f"{type(value).__name__} of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -58,7 +58,7 @@ class LayerSpec:
         check_flags(self, "values_in_keys")
         require(
             type(self.rope) is int and self.rope >= 0,
-            f"rope={self.rope!r:.80} must be an index, at least 0",
+            f"rope={shown(self.rope)} must be an index, at least 0",
         )
         require(
             not self.values_in_keys or self.value_size <= self.key_size,
@@ -159,7 +159,7 @@ class ModelConfig:
         # Checked here, before a tuple of this length is made.
         require(
             type(num_layers) is int and num_layers >= 1,
-            f"num_layers={num_layers!r:.80} must be a positive int",
+            f"num_layers={shown(num_layers)} must be a positive int",
         )
         require(num_layers <= LAYER_LIMIT, f"num_layers={num_layers} must be at most {LAYER_LIMIT}")
         spec = LayerSpec(kv_heads=num_kv_heads, key_size=head_size, value_size=head_size)
@@ -180,14 +180,14 @@ class ModelConfig:
         known = get_args(Activation)
         require(
             self.activation in known,
-            f"activation={self.activation!r:.80} must be one of {', '.join(known)}",
+            f"activation={shown(self.activation)} must be one of {', '.join(known)}",
         )
-        require(isinstance(self.family, str), f"family={self.family!r:.80} must be a string")
+        require(isinstance(self.family, str), f"family={shown(self.family)} must be a string")
         for name, kind in (("layers", LayerSpec), ("ropes", Rope)):
             items = getattr(self, name)
             require(
                 isinstance(items, tuple) and all(isinstance(item, kind) for item in items),
-                f"{name}={items!r:.200} must be a tuple of {kind.__name__}",
+                f"{name}={shown(items)} must be a tuple of {kind.__name__}",
             )
         layers = self.num_layers
         require(
@@ -198,7 +198,7 @@ class ModelConfig:
             part = getattr(self, name)
             require(
                 part is None or isinstance(part, kind),
-                f"{name}={part!r:.80} must be {kind.__name__} or None",
+                f"{name}={shown(part)} must be {kind.__name__} or None",
             )
         is_plain = self.latent is None and self.experts is None
         require(
@@ -255,7 +255,7 @@ class ModelConfig:
         require(
             isinstance(stops, tuple)
             and all(type(token) is int and 0 <= token < self.vocab_size for token in stops),
-            f"stop_tokens={stops!r:.200} must be a tuple of token ids below {self.vocab_size}",
+            f"stop_tokens={shown(stops)} must be a tuple of token ids below {self.vocab_size}",
         )
 
 

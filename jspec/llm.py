@@ -450,5 +450,5 @@ def _is_listing(value: Any) -> bool:
 def _texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
     if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"stop={stop!r:.80} must be a text or texts, none of them empty")
+        raise ValueError(f"stop={shown(stop)} must be a text or texts, none of them empty")
     return texts

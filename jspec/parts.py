@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from jspec.checks import check_flags, check_numbers, check_sizes, is_number, present_fields, require
+from jspec.checks import (
+    check_flags,
+    check_numbers,
+    check_sizes,
+    is_number,
+    present_fields,
+    require,
+    shown,
+)
 
 EXPERT_LIMIT = 4096  # a file that asks for more is damaged
 # The gate of a feed-forward: SwiGLU's, or GeGLU's with the tanh approximation.
@@ -17,7 +25,7 @@ def _check_rope_numbers(setting: Any, *names: str, low: float = 1e-6) -> None:
     for name in names:
         value = getattr(setting, name)
         valid = is_number(value) and low <= value <= 1e12
-        require(valid, f"{name}={value!r:.80} must be a finite number from {low:g} to 1e12")
+        require(valid, f"{name}={shown(value)} must be a finite number from {low:g} to 1e12")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +63,22 @@ class RopeScaling:
     def __post_init__(self) -> None:
         require(
             self.kind in ("linear", "llama3", "yarn", "longrope"),
-            f"rope scaling {self.kind!r:.80} is unknown; jspec has linear, llama3, yarn and "
+            f"rope scaling {shown(self.kind)} is unknown; jspec has linear, llama3, yarn and "
             "longrope",
         )
         factors = self.wave_factors
         require(
             isinstance(factors, tuple) and all(is_number(x) and 1e-6 <= x <= 1e12 for x in factors),
-            f"wave_factors={factors!r:.80} must be a tuple of finite numbers from 1e-06 to 1e12",
+            f"wave_factors={shown(factors)} must be a tuple of finite numbers from 1e-06 to 1e12",
         )
         require(
             bool(factors) == (self.kind == "longrope"),
-            f"wave_factors={factors!r:.80} do not go with rope scaling {self.kind}",
+            f"wave_factors={shown(factors)} do not go with rope scaling {self.kind}",
         )
         _check_rope_numbers(self, "factor", low=1)
         require(
             type(self.original_context) is int and 0 <= self.original_context < 2**31,
-            f"original_context={self.original_context!r:.80} must be an int32, at least 0",
+            f"original_context={shown(self.original_context)} must be an int32, at least 0",
         )
         require(
             self.kind == "linear" or self.original_context > 0,
@@ -109,12 +117,12 @@ class Rope:
         require(self.theta > 1, f"theta={self.theta} must be above 1")
         require(
             self.scaling is None or isinstance(self.scaling, RopeScaling),
-            f"scaling={self.scaling!r:.80} must be a RopeScaling or None",
+            f"scaling={shown(self.scaling)} must be a RopeScaling or None",
         )
         rotated = self.rotated
         require(
             rotated is None or (type(rotated) is int and rotated >= 0 and rotated % 2 == 0),
-            f"rotated={rotated!r:.80} must be an even number of channels, or None for all",
+            f"rotated={shown(rotated)} must be an even number of channels, or None for all",
         )
 
 
@@ -217,19 +225,19 @@ class Experts:
         require(self.routed <= EXPERT_LIMIT, f"routed={self.routed} must be at most {EXPERT_LIMIT}")
         require(
             self.clamped is None or isinstance(self.clamped, ClampedSwiGLU),
-            f"clamped={self.clamped!r:.80} must be a ClampedSwiGLU or None",
+            f"clamped={shown(self.clamped)} must be a ClampedSwiGLU or None",
         )
         dense = self.dense_layers
         require(
             isinstance(dense, tuple) and all(type(n) is int and 0 <= n < 2**31 for n in dense),
-            f"dense_layers={dense!r:.80} must be a tuple of numbers of layers, from 0",
+            f"dense_layers={shown(dense)} must be a tuple of numbers of layers, from 0",
         )
         for name, known in (
             ("score", ("softmax", "sigmoid")),
             ("group_score", ("highest", "two_highest")),
         ):
             value = getattr(self, name)
-            require(value in known, f"{name}={value!r:.80} must be one of {', '.join(known)}")
+            require(value in known, f"{name}={shown(value)} must be one of {', '.join(known)}")
         require(
             self.routed % self.groups == 0,
             f"routed={self.routed} must be a multiple of groups={self.groups}",

@@ -73,7 +73,7 @@ def changed(*path, to) -> dict:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("{", "cannot read"),
+        ("{", "cannot be read"),
         ([], "must be an object with the fields gpu, compute_capability"),
         (changed("measured", to=None), "must be an object with the fields"),
         (changed("speed", to=1), "must be an object with the fields"),

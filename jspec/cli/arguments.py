@@ -183,7 +183,7 @@ def _add_decoding(parser: argparse.ArgumentParser) -> None:
     add("--frequency-penalty", type=float, default=0.0, metavar="X", help=f"0 {off}")
     add("--presence-penalty", type=float, default=0.0, metavar="X", help=f"0 {off}")
     add("--min-new-tokens", type=int, default=0, metavar="N", help="without an end; default 0")
-    add("--seed", type=int, metavar="N", help="keys every random number; default a fresh one")
+    add("--seed", type=_seed, metavar="N", help="keys every random number; default a fresh one")
     add(
         "--ignore-eos",
         action="store_true",

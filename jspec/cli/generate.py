@@ -54,6 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if arguments.hosts is not None and arguments.helix is None:
         raise ValueError("--hosts needs --helix, which says what their devices share")
+    if arguments.devices is not None and arguments.helix is None:
+        raise ValueError(
+            f"--devices {arguments.devices} needs --helix, which shares rows among them"
+        )
     take_devices(arguments.devices, arguments.hosts)
     with one_voice(arguments.hosts), contextlib.ExitStack() as stack:
         with all_or_none():

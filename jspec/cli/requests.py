@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jspec.checks import shown
 from jspec.cli import demo
 from jspec.cli.errors import one_line
 from jspec.config import SamplingParams
@@ -133,7 +134,7 @@ def _prompt(arguments: argparse.Namespace) -> bytes:
 
 
 def _unreadable(path: str, error: OSError) -> ValueError:
-    return ValueError(f"{path}: cannot be read ({error.strerror})")
+    return ValueError(f"{path} cannot be read: {error.strerror}")
 
 
 def _read_lines(
@@ -200,7 +201,7 @@ def _parsed(line: bytes | None) -> dict[str, Any]:
 def _id(value: dict[str, Any]) -> str | int | None:
     name = value.get("id")
     if isinstance(name, bool) or not (name is None or isinstance(name, (str, int))):
-        raise ValueError(f"'id' must be a string or a whole number, got {name!r:.80}")
+        raise ValueError(f"'id' must be a string or a whole number, got {shown(name)}")
     return name
 
 
@@ -209,7 +210,7 @@ def _asked(value: dict[str, Any], chat: Chat) -> bytes | list[Message]:
     if "messages" not in value:
         prompt = value.get("prompt")
         if not isinstance(prompt, str) or not prompt:
-            raise ValueError(f"'prompt' must be a string that is not empty, got {prompt!r:.80}")
+            raise ValueError(f"'prompt' must be a string that is not empty, got {shown(prompt)}")
         return chat.prompt(_encoded("'prompt'", prompt))
     if "prompt" in value:
         raise ValueError("a request has 'prompt' or 'messages', not both; leave one out")
@@ -237,7 +238,7 @@ def _settings(
     known = ["id", "prompt", "messages", "stop", *_FIELDS]
     unknown = sorted(set(value) - set(known))
     if unknown:
-        raise ValueError(f"unknown field {unknown[0]!r:.80}; a request has {', '.join(known)}")
+        raise ValueError(f"unknown field {shown(unknown[0])}; a request has {', '.join(known)}")
     settings = defaults | {k: _setting(k, value[k]) for k in _FIELDS if k in value}
     stop_texts = value.get("stop", list(stop))
     stop_texts = [stop_texts] if isinstance(stop_texts, str) else stop_texts
@@ -251,7 +252,7 @@ def _setting(name: str, value: Any) -> Any:
     allowed = (int, float) if kind is float else kind
     is_flag = isinstance(value, bool)  # Python takes True for a number
     if is_flag != (kind is bool) or not isinstance(value, allowed):
-        raise ValueError(f"{name!r} must be {_KINDS[kind]}, got {value!r:.80}")
+        raise ValueError(f"{name!r} must be {_KINDS[kind]}, got {shown(value)}")
     return value
 
 

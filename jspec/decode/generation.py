@@ -10,6 +10,7 @@ from typing import Unpack
 import jax
 import numpy as np
 
+from jspec.checks import shown
 from jspec.config import SamplingParams
 from jspec.decode.checks import Prompt, agreed_params, as_ids, check_requests, logprobs_of
 from jspec.decode.convert_state import convert_state
@@ -173,7 +174,7 @@ def _converted(
     rows = [line[:length].tolist() for line, length in zip(tokens, lengths, strict=True)]
     if rows != [prompt.tolist() for prompt in ids]:
         raise ValueError(
-            f"prefilled has {len(rows)} rows of {[len(row) for row in rows]!r:.80} tokens, which "
+            f"prefilled has {len(rows)} rows of {shown([len(row) for row in rows])} tokens, which "
             f"are not the {len(ids)} prompts; pass what start_decoding gave for them"
         )
     check_requests(models, ids, params)

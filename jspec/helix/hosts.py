@@ -7,7 +7,7 @@ import threading
 
 import jax
 
-from jspec.checks import check_sizes, present_fields, require
+from jspec.checks import check_sizes, present_fields, require, shown
 from jspec.processes import check_devices, limit_steps
 
 
@@ -48,15 +48,15 @@ class Hosts:
         if self.index is not None:
             require(
                 type(self.index) is int and 0 <= self.index < (self.processes or 2**31),
-                f"index={self.index!r:.80} must be a whole number from 0 on, below "
+                f"index={shown(self.index)} must be a whole number from 0 on, below "
                 f"processes={self.processes}",
             )
         if self.coordinator is not None:
             host, _, port = self.coordinator.rpartition(":")
             require(
                 bool(host) and port.isdecimal() and 0 < int(port) < 65536,
-                f"coordinator={self.coordinator!r:.80} must be an address and a port of process 0, "
-                "as in 10.0.0.1:1234",
+                f"coordinator={shown(self.coordinator)} must be an address and a port of process "
+                "0, as in 10.0.0.1:1234",
             )
 
     def join(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspec.checks import shown
 from jspec.ops.hash import BITS
 from jspec.train.samples import Pairs
 from jspec.typing import Array
@@ -57,15 +58,15 @@ class HashTraining:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ValueError(f"bits={self.bits!r:.80} must be one of {', '.join(map(str, BITS))}")
+            raise ValueError(f"bits={shown(self.bits)} must be one of {', '.join(map(str, BITS))}")
         if self.variant not in VARIANTS:
-            raise ValueError(f"variant={self.variant!r:.80} must be one of {', '.join(VARIANTS)}")
+            raise ValueError(f"variant={shown(self.variant)} must be one of {', '.join(VARIANTS)}")
         for name, kind, least in _BOUNDS:
             value = getattr(self, name)
             valid = isinstance(value, kind) and not isinstance(value, bool)
             if not valid or not least <= value < 2**32:
                 what = "whole number" if kind is int else "finite number"
-                raise ValueError(f"{name}={value!r:.80} must be a {what} of at least {least}")
+                raise ValueError(f"{name}={shown(value)} must be a {what} of at least {least}")
 
     @property
     def used(self) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def load(path: Path) -> Table:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise TableError(f"cannot read {path}: {error}") from error
+        raise TableError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict) or set(content) != set(FIELDS):
         raise TableError(f"{path} must be an object with the fields {', '.join(FIELDS)}")
     if not isinstance(content["gpu"], str) or not isinstance(content["measured"], bool):

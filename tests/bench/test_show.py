@@ -44,8 +44,8 @@ def test_several_results_are_shown_one_after_another(capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot read"),
-        ("[" * 100_000, "cannot read"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
         ("[]", "is no result of a suite; write one with --json"),
         ('{"suite": 3, "rows": []}', "is no result of a suite"),
         ('{"suite": "verify"}', "has no rows"),

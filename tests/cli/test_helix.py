@@ -30,8 +30,11 @@ def test_a_mesh_gives_the_tokens_of_one_device(run, source):
         (["--helix", "kvp=2,exchange=pallas"], "exchange='pallas' cannot run here: "),
         (["--helix", "kvp=99"], "kvp=99 times tpa=1 needs 99 devices and this machine has"),
         (["--helix", "kvp=4"], "6 query heads, which do not divide into kvp=4"),
-        (["--devices", "0"], "--devices 0 must be at least 1"),
-        (["--devices", "3"], "--devices 3: JAX already runs on 8 devices of cpu"),
+        (["--helix", "kvp=2", "--devices", "0"], "--devices 0 must be at least 1"),
+        (
+            ["--helix", "kvp=2", "--devices", "3"],
+            "--devices 3: JAX already runs on 8 devices of cpu",
+        ),
         (["--helix", "kvp=2", "--draft", "quest"], "Quest("),
         (["--hosts", "auto"], "--hosts needs --helix"),
         (["--helix", "kvp=2", "--hosts", "port=1"], "has no setting 'port=1'; it has coordinator="),

@@ -218,7 +218,7 @@ def test_requests_come_from_stdin(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"requests": "no/such"}, "no/such: cannot be read"),
+        ({"requests": "no/such"}, "no/such cannot be read: "),
         ({"requests": "/"}, "/ is no regular file"),
         ({"requests": "/dev/null"}, "/dev/null is no regular file"),
         ({"requests": EMPTY}, f"{EMPTY}: holds no requests; write one JSON object a line"),

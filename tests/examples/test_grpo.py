@@ -99,6 +99,13 @@ def test_more_devices_than_there_are_are_refused(monkeypatch, capsys):
     assert "--devices 4 must be at most 2" in capsys.readouterr().err
 
 
+def test_a_picture_needs_matplotlib_before_anything_trains(monkeypatch, capsys):
+    monkeypatch.setattr(grpo, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        grpo.main(["--picture", "reward.png"])
+    assert "--picture needs matplotlib; pip install matplotlib" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_small_model_learns_the_rule(small_model, capsys, tmp_path):
     picture = tmp_path / "reward.png"
