@@ -1,11 +1,11 @@
-// A matmul of up to tens of rows with bfloat16 weights, on the matrix units of Hopper.
+// A matmul of rows with bfloat16 weights, on the matrix units of Hopper.
 //
-// A block has 32, 64 or 128 rows and 64 columns of each side. Two warps copy steps of 64 inputs: one the
-// weights, which no kernel ahead writes, and one the rows. Weights are the first factor of the
-// matrix instruction, from registers, where they are scaled for the norm; rows are the second, from
-// shared memory. So a thread has the sums of a column of both sides. Four more warps add up the
-// squares of the rows. Blocks of a cluster split the inputs; each adds up the sums of its share of
-// the rows, in one order. docs/matmuls.md says more.
+// A block has a tile of 32, 64 or 128 rows and 64 columns of each side. Two warps copy steps of 64
+// inputs: one the weights, which no kernel ahead writes, and one the rows. Weights are the first
+// factor of the matrix instruction, from registers, where they are scaled for the norm; rows are
+// the second, from shared memory. So a thread has the sums of a column of both sides. Four more
+// warps add up the squares of the rows. The blocks of a cluster split the inputs of a tile; each
+// adds up the sums of its share of the rows, in one order. docs/matmuls.md says more.
 #include <algorithm>
 #include <iterator>
 
@@ -18,15 +18,15 @@ namespace jspec {
 namespace {
 
 constexpr int kColumns = 64, kStep = 64;  // of a block; inputs of a step
-constexpr int kRowBytes = kStep * 2;                  // of a step, of weights and of rows
+constexpr int kRowBytes = kStep * 2;      // of a step, of weights and of rows
 constexpr int kSideBytes = kStep * kRowBytes;
 static_assert(kRowBytes == kSwizzledRowBytes);
-constexpr int kMostDepth = 32;      // slots of steps
-constexpr int kMostCluster = 4;     // blocks
-constexpr int kAlignment = 1024;    // of tiles whose units are permuted
-constexpr int kSquaring = 4;        // warps, which share the inputs of a step
+constexpr int kMostDepth = 32;    // slots of steps
+constexpr int kMostCluster = 4;   // blocks
+constexpr int kAlignment = 1024;  // of tiles whose units are permuted
+constexpr int kSquaring = 4;      // warps, which share the inputs of a step
 constexpr int kRegisters = 1 << 16, kMultiprocessorBytes = 228 * 1024;  // of a multiprocessor
-constexpr int kReservedBytes = 1024;  // of a block for itself
+constexpr int kReservedBytes = 1024;                                    // of a block for itself
 enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet };  // barriers of a block, by number
 
 template <bool gated, int kRows>
@@ -41,8 +41,8 @@ struct Block {
 };
 
 // How the blocks of a cluster share the work, and where a block has what in shared memory after its
-// slots; divisions are the host's. The inputs have parts, whose sums are added up in their order: by
-// a cluster, a part for each block, or by a single block, one part after another.
+// slots; divisions are the host's. The inputs have parts, whose sums are added up in their order:
+// by a cluster, a part for each block, or by a single block, one part after another.
 struct Shares {
   int blocks;               // of the cluster
   int parts;                // of a block; 1 in a cluster
@@ -391,8 +391,8 @@ const char* map_of(const void* matrix, cuuint64_t columns, cuuint64_t rows, cuui
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-// Whether a multiprocessor has at most one of so many blocks, all at once. Clusters of more than two
-// leave some multiprocessors of a group without a block.
+// Whether a multiprocessor has at most one of so many blocks, all at once. Clusters of more than
+// two leave some multiprocessors of a group without a block.
 bool are_alone(int blocks, int cluster, int processors) {
   return blocks <= (cluster > 2 ? processors * 3 / 4 : processors);
 }
@@ -426,10 +426,10 @@ int resident_blocks(int threads) {
   return std::clamp(kRegisters / ((registers + 7) / 8 * 8 * threads), 1, 2);
 }
 
-// How a matmul is split, and how long it may take.
+// How a matmul is split, and an estimate of its time.
 struct Plan {
   int cluster, parts;
-  bool are_shared;   // multiprocessors, by two blocks
+  bool are_shared;  // multiprocessors, by two blocks
   float nanoseconds;
 };
 
