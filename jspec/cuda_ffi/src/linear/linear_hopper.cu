@@ -457,9 +457,9 @@ Plan plan_of(const Linear& linear) {
   const int blocks = tiles * plan.cluster;
   plan.are_shared = resident > 1 && !are_alone(blocks, plan.cluster, processors);
   const int at_once = (plan.cluster > 2 ? processors * 3 / 4 : processors) * (1 + plan.are_shared);
-  const int times = (blocks + at_once - 1) / at_once;
+  const int rounds = (blocks + at_once - 1) / at_once;
   const int steps_of_block = (steps + plan.cluster - 1) / plan.cluster;
-  plan.nanoseconds = times * (plan.are_shared ? kSharing : 1) *
+  plan.nanoseconds = rounds * (plan.are_shared ? kSharing : 1) *
                      (steps_of_block * (gated ? kGatedStepTimes : kStepTimes)[kLarge] +
                       kBlockTimes[kLarge]);
   return plan;
