@@ -391,16 +391,16 @@ const char* map_of(const void* matrix, cuuint64_t columns, cuuint64_t rows, cuui
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-// Whether a multiprocessor has at most one of so many blocks, all at once. Clusters of more than
-// two leave some multiprocessors of a group without a block.
-bool are_alone(int blocks, int cluster, int processors) {
-  return blocks <= (cluster > 2 ? processors * 3 / 4 : processors);
+// The multiprocessors that clusters of so many blocks fill: those of more than two leave some of
+// each group of multiprocessors without a block.
+int filled_by(int cluster, int processors) {
+  return cluster > 2 ? processors * 3 / 4 : processors;
 }
 
 // Whether so many blocks in clusters are faster than a block for each tile.
 bool is_split_faster(int tiles, int cluster, int resident, int processors) {
   const int blocks = tiles * cluster;
-  if (are_alone(blocks, cluster, processors)) return true;
+  if (blocks <= filled_by(cluster, processors)) return true;
   // All at once, or three halves one after another in place of two whole tiles.
   return resident > 1 ? blocks <= processors + processors / 2
                       : cluster == 2 && tiles > processors && blocks <= 3 * processors;
@@ -437,7 +437,7 @@ template <bool gated, int kRows>
 Plan plan_of(const Linear& linear) {
   using Block = Block<gated, kRows>;
   // Measured on an H200: of a step of 64 inputs, and of a block besides.
-  constexpr int kLarge = kRows / 64;  // 0, 1 or 2
+  constexpr int kSize = kRows / 64;  // 0, 1 or 2
   constexpr float kStepTimes[] = {170, 230, 400}, kGatedStepTimes[] = {350, 480, 770};
   constexpr float kBlockTimes[] = {2400, 3300, 3700}, kSharing = 1.25f;
   const int threads = linear.scale ? Block::kNormThreads : Block::kThreads;
@@ -455,13 +455,14 @@ Plan plan_of(const Linear& linear) {
     plan.parts = plan.cluster = most_parts(tiles, steps, resident, processors);
   }
   const int blocks = tiles * plan.cluster;
-  plan.are_shared = resident > 1 && !are_alone(blocks, plan.cluster, processors);
-  const int at_once = (plan.cluster > 2 ? processors * 3 / 4 : processors) * (1 + plan.are_shared);
+  const int filled = filled_by(plan.cluster, processors);
+  plan.are_shared = resident > 1 && blocks > filled;
+  const int at_once = filled * (plan.are_shared ? 2 : 1);
   const int rounds = (blocks + at_once - 1) / at_once;
   const int steps_of_block = (steps + plan.cluster - 1) / plan.cluster;
   plan.nanoseconds = rounds * (plan.are_shared ? kSharing : 1) *
-                     (steps_of_block * (gated ? kGatedStepTimes : kStepTimes)[kLarge] +
-                      kBlockTimes[kLarge]);
+                     (steps_of_block * (gated ? kGatedStepTimes : kStepTimes)[kSize] +
+                      kBlockTimes[kSize]);
   return plan;
 }
 
