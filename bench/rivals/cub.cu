@@ -49,7 +49,7 @@ cudaError_t select(const Scores* scores, int32_t* slots, int rows, void* workspa
       cuda::args::constant<k>{}, rows, env);
 }
 
-// Results: slots [rows, k], workspace of as many bytes as `cub_workspace` says.
+// Results: slots [rows, k], workspace of as many bytes as `jspec_cub_workspace` says.
 ffi::Error call(cudaStream_t stream, ffi::AnyBuffer scores, ffi::ResultBufferR2<ffi::S32> slots,
                 ffi::ResultBufferR1<ffi::U8> workspace) {
   const int64_t rows = slots->dimensions()[0];
@@ -67,13 +67,13 @@ ffi::Error call(cudaStream_t stream, ffi::AnyBuffer scores, ffi::ResultBufferR2<
 }  // namespace
 
 // Bytes that the call needs beside its results, or an error of CUDA's below 0.
-extern "C" int64_t cub_workspace(int rows) {
+extern "C" int64_t jspec_cub_workspace(int rows) {
   size_t bytes = 0;
   const cudaError_t error = select(nullptr, nullptr, rows, nullptr, bytes, nullptr);
   return error == cudaSuccess ? static_cast<int64_t>(bytes) : -static_cast<int64_t>(error);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(cub_select, call,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_cub_select, call,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()

@@ -94,12 +94,13 @@ def call(name: str, dtype: str, rows: int, n: int, k: int) -> Callable[[Array], 
         if run.returncode:
             raise BuildError((run.stderr or run.stdout).strip())
         library = ctypes.CDLL(str(path))
-    library.cub_workspace.restype = ctypes.c_int64
-    size = library.cub_workspace(rows)
+    library.jspec_cub_workspace.restype = ctypes.c_int64
+    size = library.jspec_cub_workspace(rows)
     if size < 0:
         raise RuntimeError(f"CUB cannot say what it needs: CUDA error {-size}")
     target = f"bench_{name}_{dtype}_{rows}_{n}_{k}"
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(library.cub_select), platform="CUDA")
+    capsule = jax.ffi.pycapsule(library.jspec_cub_select)
+    jax.ffi.register_ffi_target(target, capsule, platform="CUDA")
     outputs = (
         jax.ShapeDtypeStruct((rows, k), jnp.int32),
         jax.ShapeDtypeStruct((max(size, 1),), jnp.uint8),

@@ -174,6 +174,7 @@ def _content(subject: str, platform: str) -> Iterator[bytes]:
     """Everything that determines a library, except for the compiler."""
     yield version("jaxlib").encode()
     yield " ".join(toolchain.flags(platform, subject)).encode()
+    yield toolchain.EXPORTS.read_bytes()
     contents: dict[Path, bytes] = {}
     pending = sources(subject, platform)
     while pending:

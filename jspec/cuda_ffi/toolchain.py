@@ -36,6 +36,7 @@ SOME_GPUS = {
     "attention": HOPPER,
     "linear": (*GPUS[:4], *HOPPER, "-gencode", "arch=compute_90,code=compute_90"),
 }
+EXPORTS = Path(__file__).with_name("exports.map")  # for the linker: what a library shows
 LONGEST = 1800  # seconds that a compiler may take
 CXX_WAY_OUT = "install g++ or clang++, or name one in CXX"
 
@@ -72,8 +73,8 @@ class Toolchain:
         sources: Sequence[Path],
         output: Path,
     ) -> list[str]:
-        """The command that compiles handlers of XLA's FFI with these options, headers first in
-        ``includes``."""
+        """The command that compiles handlers of XLA's FFI, called jspec_NAME, with these options,
+        headers first in ``includes``."""
         # The wheels keep the static runtime in lib, where nvcc does not look by itself.
         wheel = self.compiler.parent.parent / "lib"
         library = [f"-L{wheel}"] if (wheel / "libcudart_static.a").exists() else []
@@ -83,6 +84,7 @@ class Toolchain:
             *options,
             *(f"-I{folder}" for folder in (*includes, jax.ffi.include_dir())),
             *library,
+            *("-Xlinker", f"--version-script={EXPORTS}"),
             "-o",
             str(output),
             *map(str, sources),

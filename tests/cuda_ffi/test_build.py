@@ -120,13 +120,16 @@ while len(open(os.environ["RUNS"]).readlines()) < {len(SUBJECTS)}:
     assert all(isinstance(built, Built) for _, _, built in build_all(["cpu"]))
 
 
-def test_the_versions_of_jaxlib_and_compiler_name_a_library(toy, monkeypatch):
+def test_jaxlib_the_compiler_and_the_exports_name_a_library(tmp_path, toy, monkeypatch):
     first = build("verify", "cpu").path
     Path(toy).write_text(Path(toy).read_text().replace("toy 1.0", "toy 2.0"))
     toolchain.find.cache_clear()
     second = build("verify", "cpu").path
     monkeypatch.setattr(module, "version", lambda name: "99.0")
-    assert len({first, second, build("verify", "cpu").path}) == 3
+    third = build("verify", "cpu").path
+    monkeypatch.setattr(toolchain, "EXPORTS", tmp_path / "exports.map")
+    (tmp_path / "exports.map").write_text("{ local: *; };")
+    assert len({first, second, third, build("verify", "cpu").path}) == 4
 
 
 def test_those_who_need_it_at_once_wait_for_one_build(tmp_path, toy):

@@ -2,6 +2,7 @@
 
 import _ctypes
 import ctypes
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from jspec import SamplingParams
-from jspec.cuda_ffi import hashed, library
-from jspec.cuda_ffi.build import Built, build
+from jspec.cuda_ffi import hashed, library, toolchain
+from jspec.cuda_ffi.build import SRC, Built, build, sources
 from jspec.cuda_ffi.select import Cut, workspace_words
 from jspec.ops import operations
 from jspec.ops.grouped import GROUPED
@@ -272,8 +273,8 @@ CALLS = {
 }
 
 
-def call(target, arguments, results, attributes, aliases):
-    function = jax.ffi.ffi_call(f"jspec_{target}", like(*results), input_output_aliases=aliases)
+def call(target, arguments, results, attributes, aliases, prefix="jspec"):
+    function = jax.ffi.ffi_call(f"{prefix}_{target}", like(*results), input_output_aliases=aliases)
     arrays = [np.zeros(shape, dtype) for shape, dtype in arguments]
     return jax.block_until_ready(jax.jit(lambda *x: function(*x, **attributes))(*arrays))
 
@@ -375,6 +376,40 @@ def test_a_single_block_refuses_more_than_32(kernels):
     packed = [((33 * GAMMA, D), jnp.float32), ((33,), jnp.int32), ((), jnp.int32)]
     with pytest.raises(jax.errors.JaxRuntimeError, match="B=33 must be at most 32"):
         call("verify_and_pack_single", [*shapes[0], kv], [*shapes[1], *packed], {}, None)
+
+
+def test_messages_survive_a_second_libstdcxx(tmp_path):
+    """In a library with a libstdc++ of its own, as some compilers link it, beside that of jaxlib.
+
+    Were its symbols shown to the process, both would share the indices of facets, but not the
+    tables that these are for: no facet would write a number, or one that ends the process.
+    """
+    if jax.default_backend() != "cpu":
+        pytest.skip("the CPU's handlers run on CPUs")
+    tools, path = toolchain.find("cpu"), tmp_path / "static.so"
+    options = (*toolchain.FLAGS["cpu"], "-O0", "-static-libstdc++")
+    done = toolchain.run(tools.compile(options, [SRC], sources("codes", "cpu"), path))
+    if done.returncode:
+        pytest.skip(f"no static libstdc++: {done.stderr}")
+    target = "hamming_scores"
+    capsule = jax.ffi.pycapsule(getattr(ctypes.CDLL(str(path)), f"jspec_{target}"))
+    jax.ffi.register_ffi_target(f"static_{target}", capsule, platform="cpu")
+    arguments, results, attributes, _ = CALLS[target]
+    for more, options, message in (
+        ([LENGTHS], {}, "got 5 arguments and 1 results, not 4 and 1"),
+        ([], {"unknown": np.int32(0)}, "Wrong number of attributes: expected 1 but got 2"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            call(target, [*arguments, *more], results, attributes | options, None, "static")
+
+
+def test_a_library_shows_its_handlers_alone(kernels):
+    for subject, targets in library.TARGETS.items():
+        path = build(subject, library.PLATFORMS[jax.default_backend()]).path
+        shown = subprocess.check_output(["nm", "-D", "--defined-only", path], text=True)
+        names = {line.split()[-1] for line in shown.splitlines()}
+        assert names >= {f"jspec_{target}" for target in targets}
+        assert all(name.startswith("jspec_") for name in names), names
 
 
 def fail_to_load(monkeypatch, path: Path) -> str:
