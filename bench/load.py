@@ -14,6 +14,7 @@ import numpy as np
 import jspec
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.programs import PROGRAMS
+from jspec.decode.state import FlatModels
 
 PromptAndParams = tuple[list[int], jspec.SamplingParams]
 CHUNKS_PER_SAMPLE = 4  # chunks of a sample
@@ -142,15 +143,15 @@ def step_seconds(
         jspec.SamplingParams(max_new_tokens=capacity - len(text), seed=0, ignore_eos=True)
         for text in texts
     ]
-    models = config.draft.prepare(jspec.Models(model))
-    size = rounded_capacity(capacity)
+    models, size = config.draft.prepare(jspec.Models(model)), rounded_capacity(capacity)
     state = jspec.start_decoding(models, texts, params, config, capacity=size, chunk=512)
     stops = np.full((len(texts), 16), -1, np.int32)
     state = dataclasses.replace(state, stop_tokens=jax.device_put(stops))
+    flat = FlatModels.of(models)
 
     def chunks(state: jspec.DecodeState, count: int) -> jspec.DecodeState:
         for _ in range(count):
-            state, _ = PROGRAMS(jspec.decode_chunk, models, state, config=config, steps=steps)
+            state, _ = PROGRAMS(jspec.decode_chunk, flat, state, config=config, steps=steps)
         return jax.block_until_ready(state)
 
     state, samples = chunks(state, 1), []

@@ -25,11 +25,12 @@ from bench.load import Load, PromptAndParams, arrivals, serve, step_seconds
 from bench.memory import MEMORY
 from bench.point import Row
 from bench.real import check
-from bench.settings import Settings
+from bench.settings import Settings, bar
 from bench.suite import Benchmark, suite_of
 from bench.texts import texts
 from jspec.cli.compile_cache import keep_programs
 from jspec.decode.options import usual_steps
+from jspec.decode.prefill import rounded_capacity
 
 ROLLOUT = "rollout"
 ROLLOUTS = 3  # of which the last is measured
@@ -37,6 +38,7 @@ ROLLOUTS = 3  # of which the last is measured
 MIXES = {"reasoning": (256, 1024), "long-context": (8192, 128), ROLLOUT: (256, 1024)}
 SHARES = (0.5, 0.8)  # of the requests a second of plain decoding
 CHECKED = 4  # requests that are decoded alone as well, as many as `bench.real.check.ROWS`
+PIECE = 128  # most tokens of a prefill pass over one of these
 DRAFTS = ("ngram", "streaming", "vegas", "suffix>vegas")
 GAMMAS = ("usual", "auto", "1", "2", "4", "8", "16")
 # B: slots; S and new: tokens of a prompt and of its answer. 0 stands for the sizes of the mix, and
@@ -83,16 +85,12 @@ class Trial:
     def of(cls, case: Case) -> Trial:
         model, tokenizer = jspec.load_bundled()
         requests = requests_of(case, tokenizer)
-        alone = [
-            jspec.generate(model, [prompt], params, draft=None).tokens[0]
-            for prompt, params in requests[:CHECKED]
-        ]
-        return cls(case, model, requests, alone)
+        return cls(case, model, requests, decoded_alone(model, requests[:CHECKED]))
 
     @property
     def capacity(self) -> int:
         """Positions of the longest request."""
-        return max(len(prompt) + params.max_new_tokens for prompt, params in self.requests)
+        return positions(self.requests)
 
     def rows(self, name: str, settings: Settings) -> Iterator[Row]:
         """Yield a row for each load, full load first; its tokens are checked."""
@@ -110,7 +108,8 @@ class Trial:
         shares = () if self.case["mix"] == ROLLOUT else SHARES
         for share in shares[: 1 if settings.quick else None]:
             at = arrivals(len(self.requests), share * rate, seed=1)
-            loads[f"{share:.0%}"] = serve(engine, self.requests, at)
+            with bar(f"{name} at {share:.0%}", 1):
+                loads[f"{share:.0%}"] = serve(engine, self.requests, at)
         del engine  # its memory is needed
         for load, served in ({"full": full} | loads).items():
             of_steps = self._of_steps(name, full) if load == "full" else {}
@@ -124,18 +123,22 @@ class Trial:
 
     def _served(self, name: str) -> tuple[Load, jspec.Engine]:
         """The load of requests that all arrive at once, and the warmed-up engine."""
-        engine = jspec.Engine(
-            self.model,
-            slots=self.case["B"],
-            capacity=self.capacity,
-            draft=jspec.named_draft(ALL[name]),
-            gamma=self._gamma(name),
-        )
-        engine.warm_up()
-        at_once = np.zeros(len(self.requests))
-        for _ in range(ROLLOUTS - 1 if self.case["mix"] == ROLLOUT else 0):
-            serve(engine, self.requests, at_once)
-        return serve(engine, self.requests, at_once), engine
+        times = ROLLOUTS if self.case["mix"] == ROLLOUT else 1
+        with bar(f"compile {name}", 1):
+            engine = jspec.Engine(
+                self.model,
+                slots=self.case["B"],
+                capacity=self.capacity,
+                draft=jspec.named_draft(ALL[name]),
+                gamma=self._gamma(name),
+            )
+            engine.warm_up([params for _, params in self.requests])
+        loads = []
+        with bar(f"serve {name}", times) as advance:
+            for _ in range(times):
+                loads.append(serve(engine, self.requests, np.zeros(len(self.requests))))
+                advance()
+        return loads[-1], engine
 
     def _gamma(self, name: str) -> Any:
         """The gamma of the engine; None for the drafter's usual one."""
@@ -163,6 +166,33 @@ class Trial:
     def _row(self, name: str, load: str, measured: Row) -> Row:
         case = {"model": "bundled", **self.case, "load": load}
         return {"operation": "serving", "case": case, "name": name} | measured
+
+
+def positions(requests: Sequence[PromptAndParams]) -> int:
+    """Positions of the longest request."""
+    return max(len(prompt) + params.max_new_tokens for prompt, params in requests)
+
+
+def decoded_alone(
+    model: jspec.Decoder, requests: Sequence[PromptAndParams]
+) -> list[tuple[int, ...]]:
+    """The tokens of each request in a batch of its own, by plain decoding.
+
+    All passes of prefill have one size, and all rows another one, so that they share programs.
+    """
+    config, tokens = jspec.StepConfig(0, jspec.NoDraft()), []
+    shortest = min(len(prompt) for prompt, _ in requests)
+    settings: dict[str, Any] = {
+        "capacity": rounded_capacity(positions(requests)),
+        "chunk": min(PIECE, shortest - 1),
+    }
+    with bar("decode alone", len(requests)) as advance:
+        for prompt, params in requests:
+            state = jspec.start_decoding(model, [prompt], params, config, **settings)
+            alone = jspec.generate(model, [prompt], params, draft=None, prefilled=state)
+            tokens.append(alone.tokens[0])
+            advance()
+    return tokens
 
 
 def figures_of(load: Load) -> Row:

@@ -321,16 +321,25 @@ class Engine:
             waiting, fills = self._scheduler.busy, self._scheduler.can_prefill
             return self._runner.decode(waiting=waiting, fills=fills)
 
-    def warm_up(self) -> None:
-        """Compile every program that any mix of requests can need, before the first request."""
+    def warm_up(self, params: SamplingParams | Sequence[SamplingParams] | None = None) -> None:
+        """Compile every program that any mix of requests can need, before the first request.
+
+        Args:
+            params: Settings that stand for those of all requests: only steps for their modes
+                compile, as those of greedy requests. None is for any settings.
+
+        Raises:
+            RuntimeError: Requests are at work, or the engine has ended.
+        """
         if self.busy:
             raise RuntimeError("requests are at work; call warm_up before the first one")
         self._check_ready()
+        params = [params] if isinstance(params, SamplingParams) else params
         with self._device_work():
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):
                 self._runner.state = self._scheduler.prefill.warmed(self._runner.state)
-                self._runner.warm()
+                self._runner.warm(params)
             jax.block_until_ready(self._runner.state)
 
     def update(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jspec.cache.layout import BLOCK
-from jspec.config import SamplingMode
+from jspec.config import SamplingMode, SamplingParams
 from jspec.decode.blocks import Beginning, Blocks, blocks_of
 from jspec.decode.checks import MODES, strongest
 from jspec.decode.chunks import Chunks
@@ -113,10 +113,17 @@ class Runner:
             **self.chunks.seconds,
         )
 
-    def warm(self) -> None:
-        """Compile the steps of all modes. All slots must be free."""
+    def warm(self, params: Sequence[SamplingParams] | None = None) -> None:
+        """Compile the steps that requests with any of ``params`` need, None for any settings.
+
+        All slots must be free.
+        """
+        modes, counts = set(MODES), {None, self._logprobs}
+        if params is not None:
+            modes = {strongest([self.state.mode, x.mode]) for x in params}
+            counts = counts if any(x.logprobs is not None for x in params) else {None}
         state = _with_done(self.state, np.ones(len(self.slots), bool))
-        for mode, logprobs in itertools.product(MODES, {None, self._logprobs}):
+        for mode, logprobs in itertools.product(sorted(modes), counts):
             state = self.chunks.warmed(dataclasses.replace(state, mode=mode, logprobs=logprobs))
         self.state = dataclasses.replace(state, mode=self.state.mode, logprobs=None)
         self._is_done[:] = True

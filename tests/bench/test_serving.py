@@ -13,9 +13,11 @@ from bench.texts import texts
 from jspec.config import SamplingParams
 from jspec.decode.draft import NoDraft
 from jspec.decode.engine import Engine
+from jspec.decode.programs import PROGRAMS
 from jspec.decode.settings import StepConfig
 from jspec.models.bundled import bundled_path
 from tests.decode.common import prompts
+from tests.decode.conftest import COMPILED
 
 
 def test_arrivals_are_a_poisson_process():
@@ -100,6 +102,28 @@ def test_the_chunks_of_a_sample_follow_each_other(tiny, monkeypatch):
     seconds = load.step_seconds(tiny, prompts((5, 3)), 100, config, steps=2)
     assert seconds == pytest.approx(1 / (load.CHUNKS_PER_SAMPLE * 2))
     assert len(waits) == 1 + 5  # the first chunk compiles
+
+
+def test_steps_alone_run_the_program_of_an_engine(tiny):
+    engine = Engine(tiny, slots=2, capacity=100, draft=None, steps_per_chunk=2)
+    engine.submit([1, 2, 3], SamplingParams(max_new_tokens=2)).result()
+    before = set(PROGRAMS._compiled)
+    load.step_seconds(tiny, prompts((5, 3)), 100, StepConfig(0, NoDraft()), steps=2)
+    assert set(PROGRAMS._compiled) == before
+
+
+def test_requests_decoded_alone_share_programs(tiny):
+    """Whatever lengths prompts and answers have."""
+    requests = [
+        (text, SamplingParams(max_new_tokens=new))
+        for text, new in zip(prompts((5, 40, 3, 17)), (6, 2, 300, 1), strict=True)
+    ]
+    serving.decoded_alone(tiny, requests[2:3])
+    before = len(COMPILED)
+    tokens = serving.decoded_alone(tiny, requests)
+    assert len(COMPILED) == before
+    for (prompt, params), row in zip(requests, tokens, strict=True):
+        assert row == jspec.generate(tiny, [prompt], params, draft=None).tokens[0]
 
 
 BENCHMARK = serving.SERVING

@@ -66,6 +66,31 @@ def test_engines_side_by_side_keep_their_programs(sharp, monkeypatch):
     assert [engine.stats.compilations for engine in engines] == before
 
 
+GREEDY, SAMPLED, SCORED = (
+    SamplingParams(max_new_tokens=3, temperature=temperature, logprobs=logprobs)
+    for temperature, logprobs in ((0.0, None), (1.0, None), (0.0, 0))
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("params", "compiling"),
+    [(GREEDY, [SAMPLED, SCORED]), ([SAMPLED, SCORED], [])],
+    ids=["one", "several"],
+)
+def test_a_warm_up_for_some_requests_compiles_their_steps_alone(
+    params, compiling, sharp, monkeypatch
+):
+    monkeypatch.setattr("jspec.decode.chunks.PROGRAMS", Programs())
+    sizes = {"slots": 1, "capacity": 64, "prefill_chunk": 16, "steps_per_chunk": 2}
+    engine = Engine(sharp, draft=None, logprobs=0, **sizes)
+    engine.warm_up(params)
+    for request in (GREEDY, SAMPLED, SCORED):
+        before = engine.stats.compilations
+        engine.submit([1, 2, 3, 4], request).result()
+        assert engine.stats.compilations - before == (request in compiling)
+
+
 # --- short prompts together ----------------------------------------------------------------------
 
 
