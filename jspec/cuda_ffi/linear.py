@@ -29,6 +29,8 @@ SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
 # At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS,
 # and of an exact matmul.
 TILE_ROWS, TILE_INPUTS = 128, 2**15
+# Tiles of up to so many rows and of weights of fewer bytes scale rows for a norm themselves.
+NORMED_ROWS, NORMED_BYTES = 128, 2**25
 
 
 def linear_cuda(
@@ -58,9 +60,11 @@ def linear_cuda(
 def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, exact) -> Array:
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     outputs = outputs[1:] if gated else outputs
-    (y,) = library.call(
+    rows = math.prod(x.shape[:-1])
+    normed = [kernel] if norm is not None and (exact or rows > MAX_ROWS) else []
+    y, *_ = library.call(
         "linear",
-        (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype),),
+        (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype), *_scaled_rows(rows, normed)),
         *(x, *_arguments(x, kernel, bias, norm, add)),
         vmap_method="sequential",
         bits=np.int32(weight_bits(kernel)),
@@ -73,6 +77,16 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, exact) -> A
         eps=np.float32(0 if norm is None else norm.eps),
     )
     return y
+
+
+def _scaled_rows(rows: int, normed: Sequence[Array]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Where a kernel of its own scales rows for the norms before products with these weights, and
+    puts what their results are multiplied by; empty if Hopper's tiles scale rows themselves."""
+    if not any(rows > NORMED_ROWS or kernel.nbytes >= NORMED_BYTES for kernel in normed):
+        return ()
+    inputs = max(kernel.shape[0] for kernel in normed)
+    scaled = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+    return scaled, jax.ShapeDtypeStruct((rows,), jnp.float32)
 
 
 def _arguments(x, kernel, bias, norm, add) -> list[Array]:
@@ -174,13 +188,16 @@ def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
         if is_summed
     ]
     axes = next((total.axes for total in sums if total), None)
+    rows = math.prod(x.shape[:-1])
+    is_tiled = exact or rows > MAX_ROWS
+    normed = [kernel for kernel, _, norm, _ in ops if norm is not None and is_tiled]
 
     def each(values, dtype: type[np.generic] = np.int32):
         return np.asarray(list(values), dtype)
 
     made = library.call(
         "linear_chain",
-        (*results, *parts),
+        (*results, *parts, *_scaled_rows(rows, normed)),
         *(x, *(one for op in ops for one in _arguments(x, *op))),
         vmap_method="sequential",
         bits=np.int32(weight_bits(ops[0][0])),

@@ -1,6 +1,7 @@
 """Matmuls of a few rows: the CUDA kernels on a GPU, one of them emulated, their twin on a CPU."""
 
 import ctypes
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec.cuda_ffi import library
-from jspec.cuda_ffi.linear import linear_cuda, refuses
+from jspec.cuda_ffi.linear import linear_chain_cuda, linear_cuda, refuses
 from jspec.ops.linear_chain import linear_chain
 from jspec.ops.quantized import MXFP4
 from tests.cuda_ffi.emulated import emulated
@@ -62,13 +63,28 @@ TILES = {
 
 
 @pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
+def compiled(tmp_path_factory):
+    """The CUDA source on a CPU: what calls it, and its library."""
     if jax.default_backend() != "cpu":
         pytest.skip("a GPU runs the kernel itself")
     path = tmp_path_factory.mktemp("emulated") / "linear.so"
-    call = emulated("linear", path)
-    ctypes.CDLL(str(path)).jspec_open_sums(4)
+    return emulated("linear", path), ctypes.CDLL(str(path))
+
+
+@pytest.fixture(scope="module")
+def emulator(compiled):
+    call, functions = compiled
+    functions.jspec_open_sums(4)
     return call
+
+
+@pytest.fixture
+def use_tile(compiled):
+    """Sets the rows of the emulated tiles, and whether blocks split the inputs of each."""
+    use = compiled[1].jspec_use_tile
+    use.argtypes = [ctypes.c_int, ctypes.c_bool]
+    yield use
+    use(0, False)
 
 
 @pytest.fixture(params=["library", pytest.param("emulated", marks=pytest.mark.slow)])
@@ -140,6 +156,74 @@ def test_a_row_of_an_exact_matmul_is_that_row_alone(case, kernel):
         rows = slice(first, first + count)
         alone = run_or_skip(rows_of(arrays, rows), settings, exact=True)
         np.testing.assert_array_equal(alone, every[rows])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TILES)
+def test_every_tile_gives_the_same_bits(case, emulator, use_tile, monkeypatch):
+    """Of 200 rows, which another kernel scales for a norm, and of 60, which the tiles scale."""
+    monkeypatch.setattr(library, "call", emulator)
+    arrays, settings = arguments(200, *TILES[case][1:])
+    settings["dtype"] = jnp.dtype("float32")
+    few = rows_of(arrays, slice(11, 71))
+    use_tile(32, False)
+    right = np.asarray(run_or_skip(arrays, settings, exact=True))
+    for rows in (32, 64, 128, 192):
+        for splits in (False, True):
+            use_tile(rows, splits)
+            np.testing.assert_array_equal(run_or_skip(arrays, settings, exact=True), right)
+            if rows < 192 or arrays[3] is None:
+                got = run_or_skip(few, settings, exact=True)
+                np.testing.assert_array_equal(got, right[11:71])
+
+
+@pytest.mark.parametrize("rows", [20, 150])
+def test_rows_of_an_exact_chain_are_those_of_its_matmuls(rows, kernel):
+    """Two of them have a norm, of other inputs: of many rows, both are scaled in one place."""
+    up, _ = arguments(rows, 96, 64, "bfloat16", "norm", "gated")
+    down, _ = arguments(rows, 64, 160, "bfloat16", "norm", "add")
+    x, *first = up
+    ops = (tuple(first), tuple(down[1:]))
+    chain = functools.partial(
+        linear_chain_cuda, added=(None, None), gated=(True, False), exact=True
+    )
+    results = jax.jit(chain)(x, ops)
+    for result, op, gated in zip(results, ops, (True, False), strict=True):
+        settings = {"gated": gated, "transposed": False, "dtype": x.dtype}
+        x = run_or_skip((x, *op), settings, exact=True)
+        np.testing.assert_array_equal(np.float32(result), np.float32(x))
+
+
+@pytest.mark.parametrize(
+    ("normed", "shapes", "reason"),
+    [
+        (True, [(150, 64), (149,)], r"scaled \w+\[150, 64\] and roots \w+\[149\] must have room"),
+        (True, [(150, 32), (150,)], r"150 rows of 64 of"),
+        (False, [(150, 64), (150,)], "rows are scaled for no norm"),
+    ],
+    ids=["roots", "rows", "norm"],
+)
+def test_places_for_scaled_rows_are_checked(normed, shapes, reason):
+    (x, kernel, *others), settings = arguments(150, 64, 64, "bfloat16", "norm")
+    run_or_skip((x, kernel, *others), settings, exact=True)
+    kinds = jnp.bfloat16, jnp.float32
+    places = [jax.ShapeDtypeStruct(*one) for one in zip(shapes, kinds, strict=True)]
+
+    def run(x, kernel, scale):
+        return library.call(
+            "linear",
+            (jax.ShapeDtypeStruct((150, 64), x.dtype), *places),
+            *(x, kernel, x, x, scale, x),
+            vmap_method="sequential",
+            bits=np.int32(16),
+            eps=np.float32(0),
+            normed=np.bool_(normed),
+            exact=np.bool_(True),
+            **dict.fromkeys(("biased", "added", "gated", "transposed"), np.bool_(False)),
+        )
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=reason):
+        jax.block_until_ready(jax.jit(run)(x, kernel, others[1].scale))
 
 
 @pytest.mark.slow

@@ -25,6 +25,12 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
+// Arrives at the barrier of a block of the cluster, this one or another, which orders no stores of
+// this block for threads of another: that would take a fence of the whole GPU.
+__device__ __forceinline__ void barrier_arrive_in(uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
 // Arrives, and lets the barrier wait for so many bytes too.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
@@ -110,6 +116,14 @@ __device__ __forceinline__ void release_registers() {
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Stores four matrices of 8 rows of 16 bytes, as load_matrices loads them: `row` is of this lane.
+__device__ __forceinline__ void store_matrices(void* row, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
 }
 
 // Makes what this thread stored in shared memory visible to matmuls and bulk copies.
@@ -205,7 +219,13 @@ __device__ __forceinline__ void await_matmul(float (&sum)[32]) {
       f(x[49]), f(x[50]), f(x[51]), f(x[52]), f(x[53]), f(x[54]), f(x[55]), f(x[56]), f(x[57]),   \
       f(x[58]), f(x[59]), f(x[60]), f(x[61]), f(x[62]), f(x[63])
 
-// Starts sum += a b of 64 rows, 16 inner and 32, 64 or 128 columns of bfloat16. `b` describes
+#define JSPEC_96(f, x)                                                                           \
+  JSPEC_64(f, x), f(x[64]), f(x[65]), f(x[66]), f(x[67]), f(x[68]), f(x[69]), f(x[70]), f(x[71]), \
+      f(x[72]), f(x[73]), f(x[74]), f(x[75]), f(x[76]), f(x[77]), f(x[78]), f(x[79]), f(x[80]),   \
+      f(x[81]), f(x[82]), f(x[83]), f(x[84]), f(x[85]), f(x[86]), f(x[87]), f(x[88]), f(x[89]),   \
+      f(x[90]), f(x[91]), f(x[92]), f(x[93]), f(x[94]), f(x[95])
+
+// Starts sum += a b of 64 rows, 16 inner and 32, 64, 128 or 192 columns of bfloat16. `b` describes
 // [columns, inner] in shared memory.
 __device__ __forceinline__ void add_matmul(float (&sum)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
@@ -234,6 +254,21 @@ __device__ __forceinline__ void add_matmul(float (&sum)[64], const uint32_t (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+__device__ __forceinline__ void add_matmul(float (&sum)[96], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.eq.b32 adds, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+      "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+      "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, "
+      "%66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "
+      "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
+      "{%96, %97, %98, %99}, %100, adds, 1, 1, 0;\n}"
+      : JSPEC_96(JSPEC_READ_WRITE, sum)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 __device__ __forceinline__ void await_matmul(float (&sum)[16]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_16(JSPEC_READ_WRITE, sum)::"memory");
 }
@@ -242,6 +277,11 @@ __device__ __forceinline__ void await_matmul(float (&sum)[64]) {
   asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_64(JSPEC_READ_WRITE, sum)::"memory");
 }
 
+__device__ __forceinline__ void await_matmul(float (&sum)[96]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : JSPEC_96(JSPEC_READ_WRITE, sum)::"memory");
+}
+
+#undef JSPEC_96
 #undef JSPEC_64
 #undef JSPEC_16
 #undef JSPEC_MULTIPLY

@@ -35,6 +35,10 @@ struct Linear {
   bool transposed;
   bool wide;
   bool exact;  // the bits of a row depend on that row alone, on Hopper
+  // Where many rows are scaled for the norm, and what the results of each are multiplied by; null:
+  // that has no memory of its own.
+  uint16_t* scaled;  // [rows, inputs]
+  float* roots;      // [rows]
 };
 
 // Returns what went wrong, or null.

@@ -79,27 +79,47 @@ struct Matmul {
                     biased ? values(bias) : nullptr, normed ? values(scale) : nullptr,
                     added ? values(add) : nullptr, buffers.data<void>(out),
                     static_cast<int32_t>(rows), static_cast<int32_t>(inputs),
-                    static_cast<int32_t>(outputs), eps, gated, transposed, wide, exact};
+                    static_cast<int32_t>(outputs), eps, gated, transposed, wide, exact,
+                    nullptr, nullptr};
     return ffi::Error::Success();
   }
 };
+
+// Lets the rows of `linear` be scaled for its norm in the buffers `first` and the next.
+ffi::Error scale_in(const Buffers& buffers, size_t first, Linear& linear) {
+  const ffi::AnyBuffer &scaled = buffers[first], &roots = buffers[first + 1];
+  if (scaled.element_type() != ffi::BF16 || roots.element_type() != ffi::F32 ||
+      int64_t(scaled.element_count()) < int64_t(linear.rows) * linear.inputs ||
+      int64_t(roots.element_count()) < linear.rows) {
+    return invalid("scaled ", scaled, " and roots ", roots, " must have room for ", linear.rows,
+                   " rows of ", linear.inputs, " of ", ffi::BF16, ", and for ", linear.rows, " of ",
+                   ffi::F32);
+  }
+  if (!linear.scale) return invalid("rows are scaled for no norm");
+  linear.scaled = buffers.data<uint16_t>(first), linear.roots = buffers.data<float>(first + 1);
+  return ffi::Error::Success();
+}
 
 }  // namespace
 
 ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
                          int32_t bits, bool biased, bool normed, bool added, bool gated,
                          bool transposed, bool exact, float eps) {
-  ffi::Error error = check_count(arguments, 6, results, 1);
+  const bool scales = results.size() > 1;  // rows for the norm, in memory of its own
+  ffi::Error error = check_count(arguments, 6, results, scales ? 3 : 1);
   if (error.failure()) return error;
   const Matmul matmul{0, 1, 2, 3, 4, 5, 6, bits, biased, normed, added, gated,
                       transposed, exact, eps};
+  const Buffers buffers(arguments, results);
   Linear found;
-  error = matmul.read(Buffers(arguments, results), found);
+  error = matmul.read(buffers, found);
+  if (!error.failure() && scales) error = scale_in(buffers, 7, found);
   return error.failure() ? error : launched(linear(found, stream));
 }
 
 // x, then the kernel, its scales, bias, the norm's scale and what is added of each matmul; the
-// result of each, and then what each that is summed gives on this device, float32. `bits`, `exact`,
+// result of each, and then what each that is summed gives on this device, float32; and if there are
+// two more results, rows are scaled there for every norm, one after the other. `bits`, `exact`,
 // `ranks` and `patience` are those of all, and each other attribute has a value for each matmul;
 // `added`: the number of the result that is added, or of its own argument where that is -1, or
 // nothing where it is -2; `summed`: whether it is summed over the ranks, before anything is added.
@@ -117,7 +137,9 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
     }
   }
   const size_t sums = std::count_if(summed.begin(), summed.end(), [](int32_t x) { return x != 0; });
-  ffi::Error error = check_count(arguments, 1 + 5 * links, results, links + sums);
+  const bool scales = results.size() > links + sums;
+  ffi::Error error =
+      check_count(arguments, 1 + 5 * links, results, links + sums + (scales ? 2 : 0));
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
   const Group group = group_of(device, ranks, patience);
@@ -135,6 +157,9 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
                         bits, biased[i] != 0, normed[i] != 0, adds && !sum, gated[i] != 0,
                         bits < 16, exact, eps[i]};
     error = matmul.read(buffers, found[i].matmul);
+    if (!error.failure() && scales && normed[i]) {
+      error = scale_in(buffers, buffers.size() - 2, found[i].matmul);
+    }
     if (error.failure()) return error;
     if (!sum) continue;
     const int64_t count = buffers[part].element_count();

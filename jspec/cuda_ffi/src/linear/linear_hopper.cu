@@ -1,15 +1,16 @@
 // A matmul of rows with bfloat16 weights, on the matrix units of Hopper.
 //
-// A block has a tile of 32, 64 or 128 rows and 64 columns of each side. Two warps copy steps of 64
-// inputs: one the weights, which no kernel ahead writes, and one the rows. Weights are the first
-// factor of the matrix instruction, from registers, where they are scaled for the norm; rows are
-// the second, from shared memory. So a thread has the sums of a column of both sides. Four more
-// warps add up the squares of the rows. The blocks of a cluster split the inputs of a tile; each
-// adds up the sums of its share of the rows, in one order. docs/matmuls.md says more.
+// A block has a tile of 32, 64 or 128 rows and 64 columns of each side, or of 192 rows and 128
+// columns. Two warps copy steps of 64 inputs: one the weights, which no kernel ahead writes, and
+// one the rows. Weights are the first factor of the matrix instruction, from registers; rows are
+// the second, from shared memory, so a thread has the sums of a column of both sides. If there is a
+// norm, four more warps scale the rows where they are and add up their squares; many rows are
+// scaled by a kernel of their own. The blocks of a cluster split the inputs of a tile; each adds up
+// the sums of its share of the rows, in one order. docs/matmuls.md says more.
 #include <algorithm>
-#include <iterator>
 
 #include "common/dependent.cuh"
+#include "common/host_device.h"
 #include "common/swizzle.cuh"
 #include "common/tensor_map.cuh"
 #include "linear/finish.cuh"
@@ -17,34 +18,54 @@
 namespace jspec {
 namespace {
 
-constexpr int kColumns = 64, kStep = 64;  // of a block; inputs of a step
+constexpr int kColumns = 64, kStep = 64;  // of a warpgroup; inputs of a step
 constexpr int kRowBytes = kStep * 2;      // of a step, of weights and of rows
-constexpr int kSideBytes = kStep * kRowBytes;
+constexpr int kColumnBytes = kStep * kRowBytes;  // of kColumns columns of weights
 static_assert(kRowBytes == kSwizzledRowBytes);
 constexpr int kMostDepth = 32;    // slots of steps
 constexpr int kMostCluster = 4;   // blocks
 constexpr int kAlignment = 1024;  // of tiles whose units are permuted
-constexpr int kSquaring = 4;      // warps, which share the inputs of a step
+// Of the warps of a norm, each has two units of 16 bytes of a row's step.
+constexpr int kNorming = 4, kNormThreads = 32 * kNorming, kUnitBytes = 16;
 constexpr int kRegisters = 1 << 16, kMultiprocessorBytes = 228 * 1024;  // of a multiprocessor
 constexpr int kReservedBytes = 1024;                                    // of a block for itself
 enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet };  // barriers of a block, by number
 
+// Whether rows are scaled in the tiles of the matmul, for their norm.
+JSPEC_HOST_DEVICE inline bool norms_in_tiles(const Linear& linear) {
+  return linear.scale && !linear.roots;
+}
+
 template <bool gated, int kRows>
 struct Block {
   static constexpr int kEights = kRows / 8;  // of rows, which a thread has two of
-  static constexpr int kSides = gated ? 2 : 1, kMultiplying = kSides * kWarpgroup;  // threads
+  // Threads with so many sums take registers from those that do not multiply.
+  static constexpr bool kIsLarge = kRows > 128;
+  static constexpr int kTiles = gated || kIsLarge ? 2 : 1;  // of kColumns columns of weights
+  static constexpr int kOutputs = gated ? kColumns : kTiles * kColumns;  // of the result
+  static constexpr int kMultiplying = kTiles * kWarpgroup;               // threads
   static constexpr int kWarps = kMultiplying / 32;
-  // The warps that copy follow those that multiply; those that square are last, if there is a norm.
-  static constexpr int kThreads = kMultiplying + 64, kNormThreads = kThreads + 32 * kSquaring;
-  static constexpr int kWeightBytes = kSides * kSideBytes;
+  // The warps that copy follow those that multiply, then come those of a norm.
+  static constexpr int kCopying = kMultiplying + 64;
+  static constexpr int kMostThreads =
+      kIsLarge ? kMultiplying + kWarpgroup : kCopying + kNormThreads;
+  static constexpr int kWeightBytes = kTiles * kColumnBytes;
   static constexpr int kSlotBytes = kWeightBytes + kRows * kRowBytes;
+
+  static int threads(const Linear& linear) {
+    return kIsLarge || norms_in_tiles(linear) ? kMostThreads : kCopying;
+  }
 };
+
+// Registers of a thread that multiplies and of another in a large block, which begins with 168 of
+// each.
+constexpr int kMultiplyingRegisters = 232, kOtherRegisters = 40;
 
 // How the blocks of a cluster share the work, and where a block has what in shared memory after its
 // slots; divisions are the host's. The inputs have parts, whose sums are added up in their order:
 // by a cluster, a part for each block, or by a single block, one part after another.
 struct Shares {
-  int blocks;               // of the cluster
+  int blocks;               // of the cluster, that share a tile
   int parts;                // of a block; 1 in a cluster
   int steps, more_steps;    // of a part; so many first parts have one more
   int eights, more_eights;  // the same of the eights of rows whose results a block gives
@@ -54,7 +75,8 @@ struct Shares {
 };
 
 // The 16 bytes `unit` of a row of a permuted tile.
-__device__ __forceinline__ const char* unit_of(const char* tile, int row, int unit) {
+template <typename T>
+__device__ __forceinline__ T* unit_of(T* tile, int row, int unit) {
   return tile + row * kRowBytes + (unit ^ row % 8) * 16;
 }
 
@@ -62,14 +84,20 @@ __device__ __forceinline__ float squared(uint32_t pair) {
   return fmaf(low(pair), low(pair), high(pair) * high(pair));
 }
 
+// The sum of `x` of the four lanes of a row.
+__device__ __forceinline__ float over_quarters(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
 template <bool gated, int kRows>
-__global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
+__global__ void __launch_bounds__((Block<gated, kRows>::kMostThreads))
     hopper_kernel(const __grid_constant__ Linear linear, const __grid_constant__ CUtensorMap xs,
                   const __grid_constant__ CUtensorMap kernel,
                   const __grid_constant__ Shares shares) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Block = Block<gated, kRows>;
-  constexpr int kSides = Block::kSides, kWarps = Block::kWarps, kEights = Block::kEights;
+  constexpr int kSides = gated ? 2 : 1, kWarps = Block::kWarps, kEights = Block::kEights;
   constexpr int kMultiplying = Block::kMultiplying;
   extern __shared__ char memory[];
   char* shared = memory + (kAlignment - shared_address(memory) % kAlignment) % kAlignment;
@@ -77,11 +105,14 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
   float* squares_of = reinterpret_cast<float*>(shared + shares.squares);
   uint64_t* full = reinterpret_cast<uint64_t*>(shared + shares.barriers);
   uint64_t* free = full + shares.depth;
-  uint64_t* received = free + shares.depth;  // waits for what other blocks send
+  uint64_t* scaled_rows = free + shares.depth;      // of a slot too
+  uint64_t* received = scaled_rows + shares.depth;  // waits for what other blocks send
+  uint64_t* all_read = received + 1;                // waits for all blocks to have read their slots
   const int lane = threadIdx.x % 32, warp = __shfl_sync(kAllLanes, int(threadIdx.x / 32), 0);
   const int eighth = lane / 4, quarter = lane % 4;
   const int outputs = linear.outputs, cluster = shares.blocks;
-  const int rank = blockIdx.x, first_row = blockIdx.y * kRows, first_column = blockIdx.z * kColumns;
+  const int rank = blockIdx.x, first_row = blockIdx.y * kRows;
+  const int first_column = blockIdx.z * Block::kOutputs;
   const int begin = (rank * shares.steps + min(rank, shares.more_steps)) * kStep;
   const auto steps_of = [&](int part) { return shares.steps + (part < shares.more_steps); };
   const int parts = shares.parts;
@@ -95,9 +126,10 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
     if (copies_weights) {
       barrier_expect<Block::kWeightBytes>(&full[slot]);
 #pragma unroll
-      for (int side = 0; side < kSides; ++side) {
-        copy_tile(to + side * kSideBytes, kernel, side * outputs + first_column,
-                  begin + step * kStep, &full[slot]);
+      for (int tile = 0; tile < Block::kTiles; ++tile) {
+        copy_tile(to + tile * kColumnBytes, kernel,
+                  first_column + tile * (gated ? outputs : kColumns), begin + step * kStep,
+                  &full[slot]);
       }
     } else {
       barrier_expect<kRows * kRowBytes>(&full[slot]);
@@ -113,15 +145,18 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
     }
   };
   const int at_once = min(steps, shares.depth);
+  const bool norms = !Block::kIsLarge && norms_in_tiles(linear);
   let_next_start();
   if (copies_weights) {
     if (lane < shares.depth) {
       barrier_init(&full[lane], 2);
-      barrier_init(&free[lane], kWarps + (linear.scale ? kSquaring : 0));
+      barrier_init(&free[lane], kWarps);
+      barrier_init(&scaled_rows[lane], kNorming);
     }
     if (lane == 0) {
-      const int square_bytes = linear.scale ? kSquaring * 8 * 4 : 0;
+      const int square_bytes = norms ? kNorming * 8 * 4 : 0;
       barrier_init(received, 1);
+      barrier_init(all_read, kWarps * cluster);
       barrier_expect(received, (cluster - 1) * eights * (kMultiplying * 16 + square_bytes));
     }
     publish_barriers();
@@ -135,48 +170,68 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
   if (cluster > 1) cluster_arrive_relaxed();
   __syncthreads();
 
-  if (copies_weights || copies_rows) {
-    if (copies_rows) wait_for_kernels_ahead();
-    if (lane == 0) {
-      int slot = 0;
-      uint32_t phase = 1;
-      for (int step = 0; step < steps; ++step) {
-        if (step >= at_once) barrier_wait(&free[slot], phase);
-        if (step >= at_once || copies_rows) copy(step, slot);
-        if (++slot == shares.depth) slot = 0, phase ^= 1;
-      }
-    }
-    __syncwarp();
-    if (cluster > 1) cluster_wait();
-    return;
-  }
-
   if (warp >= kWarps) {
-    const int share = warp - kWarps - 2, thread = threadIdx.x - Block::kThreads;
+    if constexpr (Block::kIsLarge) release_registers<kOtherRegisters>();
+    if (copies_weights || copies_rows) {
+      if (copies_rows) wait_for_kernels_ahead();
+      if (lane == 0) {
+        int slot = 0;
+        uint32_t phase = 1;
+        for (int step = 0; step < steps; ++step) {
+          if (step >= at_once) barrier_wait(&free[slot], phase);
+          if (step >= at_once || copies_rows) copy(step, slot);
+          if (++slot == shares.depth) slot = 0, phase ^= 1;
+        }
+      }
+      __syncwarp();
+      if (cluster > 1) cluster_wait();
+      return;
+    }
+    if (!norms) {
+      if (cluster > 1) cluster_wait();
+      return;
+    }
+
+    const int share = warp - kWarps - 2, thread = threadIdx.x - Block::kCopying;
+#pragma unroll 1
+    for (int at = thread * 8; at < steps * kStep; at += kNormThreads * 8) {
+      const bool is_there = begin + at < linear.inputs;
+      *reinterpret_cast<uint4*>(shared + shares.scale + at * 2) =
+          is_there ? *reinterpret_cast<const uint4*>(linear.scale + begin + at) : uint4{};
+    }
+    barrier_of<kNormThreads>(kScaleMeets);
     float squares[kEights] = {};
     int slot = 0, part = rank, part_end = steps_of(rank);
     uint32_t phase = 0;
     for (int step = 0; step < steps; ++step) {
+      const char* from =
+          shared + shares.scale + step * kRowBytes + share * 2 * kUnitBytes + quarter * 4;
+      const uint32_t scales[] = {*reinterpret_cast<const uint32_t*>(from),
+                                 *reinterpret_cast<const uint32_t*>(from + kUnitBytes)};
       barrier_wait(&full[slot], phase);
-      const char* rows = shared + slot * Block::kSlotBytes + Block::kWeightBytes;
+      char* rows = shared + slot * Block::kSlotBytes + Block::kWeightBytes;
 #pragma unroll
       for (int i = 0; i < kEights; i += 2) {
         uint32_t x[4];
-        load_matrices<false>(x, unit_of(rows, i * 8 + lane % 16, share * 2 + lane / 16));
+        char* place = unit_of(rows, i * 8 + lane % 16, share * 2 + lane / 16);
+        load_matrices<false>(x, place);
         squares[i] += squared(x[0]) + squared(x[2]);
         squares[i + 1] += squared(x[1]) + squared(x[3]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = scaled(x[j], scales[j / 2]);
+        store_matrices(place, x);
       }
+      publish_stores();
       __syncwarp();
-      if (lane == 0) barrier_arrive(&free[slot]);
+      if (lane == 0) barrier_arrive(&scaled_rows[slot]);
       if (++slot == shares.depth) slot = 0, phase ^= 1;
       if (step + 1 < part_end) continue;
       if (cluster > 1) cluster_wait();  // all blocks have begun
       int block = 0;                    // which gives the results of an eight
 #pragma unroll
       for (int i = 0; i < kEights; ++i) {
-        squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 1);
-        squares[i] += __shfl_xor_sync(kAllLanes, squares[i], 2);
-        float* place = squares_of + (part * kSquaring + share) * kRows + i * 8 + eighth;
+        squares[i] = over_quarters(squares[i]);
+        float* place = squares_of + (part * kNorming + share) * kRows + i * 8 + eighth;
         if (quarter == 0) send(place, block, squares[i]);
         if (++block == cluster) block = 0;
         squares[i] = 0;
@@ -184,27 +239,26 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
       part_end += steps_of(++part);
     }
     if (cluster > 1) barrier_wait(received, 0);
-    barrier_of<32 * kSquaring>(kSquaresMeet);
+    barrier_of<kNormThreads>(kSquaresMeet);
     if (thread < eights * 8) {
       const int row = (rank + thread / 8 * cluster) * 8 + thread % 8;
       float total = 0;
 #pragma unroll 4
-      for (int i = 0; i < cluster * parts * kSquaring; ++i) total += squares_of[i * kRows + row];
+      for (int i = 0; i < cluster * parts * kNorming; ++i) total += squares_of[i * kRows + row];
       squares_of[row] = root_of(linear, total);
     }
-    barrier_of<kMultiplying + 32 * kSquaring>(kRootsMeet);
+    barrier_of<kMultiplying + kNormThreads>(kRootsMeet);
     return;
   }
 
-  if (linear.scale) {
-#pragma unroll 1
-    for (int at = threadIdx.x * 8; at < steps * kStep; at += kMultiplying * 8) {
-      const bool is_there = begin + at < linear.inputs;
-      *reinterpret_cast<uint4*>(shared + shares.scale + at * 2) =
-          is_there ? *reinterpret_cast<const uint4*>(linear.scale + begin + at) : uint4{};
-    }
-  }
+  if constexpr (Block::kIsLarge) take_registers<kMultiplyingRegisters>();
   wait_for_kernels_ahead();
+  if (linear.roots) {
+    for (int row = threadIdx.x; row < kRows; row += kMultiplying) {
+      squares_of[row] = first_row + row < linear.rows ? linear.roots[first_row + row] : 0;
+    }
+    barrier_of<kMultiplying>(kRootsMeet);
+  }
 
   // The results of this thread: of the eights of rows rank, rank + cluster, ... a row each, and in
   // it a pair of columns; without a gate two pairs, 8 columns apart.
@@ -221,7 +275,8 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
     return i < eights && first_row + row_of(i) < linear.rows && column_of(pair) < outputs;
   };
   uint32_t added[kEights][kPairs] = {}, shifts[2] = {};
-  if (linear.add) {
+  const auto load_added = [&] {
+    if (!linear.add) return;
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
 #pragma unroll
@@ -230,7 +285,8 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
         added[i][pair] = *reinterpret_cast<const uint32_t*>(linear.add + place_of(i, pair));
       }
     }
-  }
+  };
+  if constexpr (!Block::kIsLarge) load_added();
   if (linear.bias) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -240,49 +296,38 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
       shifts[half] = *reinterpret_cast<const uint32_t*>(bias);
     }
   }
-  if (linear.scale) barrier_of<kMultiplying>(kScaleMeets);
 
   float sums[kRows / 2] = {};
   uint32_t weights[2][4][4];
   int slot = 0, next_slot = 0;
-  uint32_t next_phase = 0;
+  uint32_t phase = 0, next_phase = 0;
   // Waits for a step, and loads its weights: a thread has a column of both sides, or two columns.
-  const auto load = [&](uint32_t (&weights)[4][4], int step) {
-    uint32_t scales[8];
-    if (linear.scale) {
-      const char* from = shared + shares.scale + (step * kStep + quarter * 2) * 2;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) scales[i] = *reinterpret_cast<const uint32_t*>(from + i * 16);
-    }
+  const auto load = [&](uint32_t (&weights)[4][4]) {
     barrier_wait(&full[next_slot], next_phase);
     const char* from = shared + next_slot * Block::kSlotBytes;
     const int half = lane / 8 % 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int input = i * 16 + lane / 16 * 8 + lane % 8;
-      load_matrices<true>(weights[i], gated ? unit_of(from + half * kSideBytes, input, warp)
-                                            : unit_of(from, input, warp * 2 + half));
-    }
-    if (linear.scale) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        uint32_t* two = &weights[i / 2][i % 2 * 2];
-        two[0] = scaled(two[0], scales[i]), two[1] = scaled(two[1], scales[i]);
-      }
+      load_matrices<true>(weights[i],
+                          gated ? unit_of(from + half * kColumnBytes, input, warp)
+                                : unit_of(from + warp / 4 * kColumnBytes, input,
+                                          warp % 4 * 2 + half));
     }
     if (++next_slot == shares.depth) next_slot = 0, next_phase ^= 1;
   };
   const auto multiply_step = [&](const uint32_t (&weights)[4][4], uint32_t (&next)[4][4],
                                  int step) {
     const char* rows = shared + slot * Block::kSlotBytes + Block::kWeightBytes;
+    if (norms) barrier_wait(&scaled_rows[slot], phase);
     begin_matmul();
 #pragma unroll
     for (int i = 0; i < 4; ++i) add_matmul(sums, weights[i], descriptor(rows) + i * 32 / 16);
     end_matmul();
-    if (step + 1 < steps) load(next, step + 1);
+    if (step + 1 < steps) load(next);
     await_matmul(sums);
     if (lane == 0) barrier_arrive(&free[slot]);
-    if (++slot == shares.depth) slot = 0;
+    if (++slot == shares.depth) slot = 0, phase ^= 1;
   };
   int part = 0, part_end = steps_of(0);
   // Adds up the sums of the parts of a block without a cluster.
@@ -299,7 +344,7 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
     for (float& sum : sums) sum = 0;
     part_end += steps_of(++part);
   };
-  load(weights[0], 0);
+  load(weights[0]);
   for (int step = 0; step < steps; step += 2) {
     multiply_step(weights[0], weights[1], step);
     end_step(step);
@@ -309,6 +354,7 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
   }
 
   __syncwarp();
+  if constexpr (Block::kIsLarge) load_added();  // there were no registers for them before
   if (parts > 1) {
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
@@ -317,7 +363,11 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
       sums[i * 4 + 2] = total.z, sums[i * 4 + 3] = total.w;
     }
   } else if (cluster > 1) {
-    cluster_wait();            // all blocks have begun
+    cluster_wait();  // all blocks have begun
+    if constexpr (Block::kIsLarge) {
+      if (lane < cluster) barrier_arrive_in(address_in(lane, all_read));
+      barrier_wait(all_read, 0);
+    }
     int block = 0, index = 0;  // which gives the results of an eight, and its number there
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
@@ -338,7 +388,7 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
       }
     }
   }
-  if (linear.scale) barrier_of<kMultiplying + 32 * kSquaring>(kRootsMeet);
+  if (norms) barrier_of<kMultiplying + kNormThreads>(kRootsMeet);
 
   float factors[kSides];
 #pragma unroll
@@ -383,6 +433,50 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kNormThreads))
 #endif
 }
 
+// Scales a row for its norm, and finds what its results are multiplied by from the same sums in the
+// same order as hopper_kernel does: of so many parts, of which `more_steps` have a step more than
+// `steps`.
+__global__ void __launch_bounds__(kNormThreads)
+    norm_kernel(const __grid_constant__ Linear linear, int parts, int steps, int more_steps) {
+  extern __shared__ char memory[];
+  const int inputs = linear.inputs, ends = (parts * steps + more_steps) * kStep;
+  float* squares_of = reinterpret_cast<float*>(memory + ends * 2);
+  const int64_t first = int64_t(blockIdx.x) * inputs;
+  let_next_start();
+  wait_for_kernels_ahead();
+#pragma unroll 4
+  for (int at = threadIdx.x * 8; at < ends; at += kNormThreads * 8) {
+    uint4 x{};
+    if (at < inputs) {
+      x = *reinterpret_cast<const uint4*>(linear.x + first + at);
+      const uint4 scales = *reinterpret_cast<const uint4*>(linear.scale + at);
+      *reinterpret_cast<uint4*>(linear.scaled + first + at) = scaled(x, scales);
+    }
+    *reinterpret_cast<uint4*>(memory + at * 2) = x;
+  }
+  __syncthreads();
+  const int share = threadIdx.x / 4 % kNorming, part = threadIdx.x / 4 / kNorming;
+  float squares = 0;
+  if (part < parts) {
+    const int begin = part * steps + min(part, more_steps);
+    const int end = begin + steps + (part < more_steps);
+    const char* from = memory + share * 2 * kUnitBytes + threadIdx.x % 4 * 4;
+#pragma unroll 8
+    for (int step = begin; step < end; ++step) {
+      const char* units = from + step * kRowBytes;
+      squares += squared(*reinterpret_cast<const uint32_t*>(units)) +
+                 squared(*reinterpret_cast<const uint32_t*>(units + kUnitBytes));
+    }
+  }
+  squares = over_quarters(squares);
+  if (part < parts && threadIdx.x % 4 == 0) squares_of[part * kNorming + share] = squares;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  float total = 0;
+  for (int i = 0; i < parts * kNorming; ++i) total += squares_of[i];
+  linear.roots[blockIdx.x] = root_of(linear, total);
+}
+
 // How copies find `box_rows` rows of 64 numbers. Returns the error's message, or null.
 const char* map_of(const void* matrix, cuuint64_t columns, cuuint64_t rows, cuuint32_t box_rows,
                    CUtensorMap* map) {
@@ -391,10 +485,12 @@ const char* map_of(const void* matrix, cuuint64_t columns, cuuint64_t rows, cuui
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
+int tiles_of(int count, int tile) { return (count + tile - 1) / tile; }
+
 // The multiprocessors that clusters of so many blocks fill: those of more than two leave some of
 // each group of multiprocessors without a block.
 int filled_by(int cluster, int processors) {
-  return cluster > 2 ? processors * 3 / 4 : processors;
+  return cluster > 2 ? processors * 7 / 8 : processors;
 }
 
 // Whether so many blocks in clusters are faster than a block for each tile.
@@ -402,7 +498,7 @@ bool is_split_faster(int tiles, int cluster, int resident, int processors) {
   const int blocks = tiles * cluster;
   if (blocks <= filled_by(cluster, processors)) return true;
   // All at once, or three halves one after another in place of two whole tiles.
-  return resident > 1 ? blocks <= processors + processors / 2
+  return resident > 1 ? cluster < 4 && blocks <= processors + processors / 2
                       : cluster == 2 && tiles > processors && blocks <= 3 * processors;
 }
 
@@ -410,20 +506,23 @@ bool is_split_faster(int tiles, int cluster, int resident, int processors) {
 int most_parts(int tiles, int steps, int resident, int processors) {
   int most = 1;
   for (int parts = 2; parts <= std::min(steps, kMostCluster); ++parts) {
-    if (is_split_faster(tiles, parts, resident, processors)) most = parts;
+    const int blocks = tiles * most;  // nearly one for each multiprocessor?
+    const bool is_full = blocks > filled_by(kMostCluster, processors) && blocks <= processors;
+    if (!is_full && is_split_faster(tiles, parts, resident, processors)) most = parts;
   }
   return most;
 }
 
 // The blocks, two at most, for which a multiprocessor has the registers.
 template <bool gated, int kRows>
-int resident_blocks(int threads) {
+int resident_blocks(const Linear& linear) {
   static const int registers = [] {
     cudaFuncAttributes attributes{};
     cudaFuncGetAttributes(&attributes, hopper_kernel<gated, kRows>);
     return std::max(attributes.numRegs, 1);
   }();
-  return std::clamp(kRegisters / ((registers + 7) / 8 * 8 * threads), 1, 2);
+  const int of_block = (registers + 7) / 8 * 8 * Block<gated, kRows>::threads(linear);
+  return std::clamp(kRegisters / of_block, 1, 2);
 }
 
 // How a matmul is split, and an estimate of its time.
@@ -433,91 +532,128 @@ struct Plan {
   float nanoseconds;
 };
 
+// Nanoseconds of a step of 64 inputs and of a block besides, such that the tile of least estimated
+// time is nearly the fastest of those that were measured on an H200.
+struct Times {
+  float step, gated_step, block;
+};
+
+// The parts of the inputs of an exact matmul, whatever its rows: those of a single tile of few.
+int exact_parts(const Linear& linear) {
+  constexpr int kResident = 2;
+  return most_parts(tiles_of(linear.outputs, kColumns), tiles_of(linear.inputs, kStep), kResident,
+                    multiprocessors());
+}
+
 template <bool gated, int kRows>
-Plan plan_of(const Linear& linear) {
+Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   using Block = Block<gated, kRows>;
-  // Measured on an H200: of a step of 64 inputs, and of a block besides.
-  constexpr int kSize = kRows / 64;  // 0, 1 or 2
-  constexpr float kStepTimes[] = {170, 230, 400}, kGatedStepTimes[] = {350, 480, 770};
-  constexpr float kBlockTimes[] = {2400, 3300, 3700}, kSharing = 1.25f;
-  const int threads = linear.scale ? Block::kNormThreads : Block::kThreads;
-  const int resident = resident_blocks<gated, kRows>(threads), processors = multiprocessors();
-  const int steps = (linear.inputs + kStep - 1) / kStep;
-  const int tiles_of_row = (linear.outputs + kColumns - 1) / kColumns;
-  const int tiles = tiles_of_row * ((linear.rows + kRows - 1) / kRows);
+  constexpr float kSharing = 1.42f;
+  const int processors = multiprocessors(), resident = resident_blocks<gated, kRows>(linear);
+  const int steps = tiles_of(linear.inputs, kStep);
+  const int tiles = tiles_of(linear.outputs, Block::kOutputs) * tiles_of(linear.rows, kRows);
   Plan plan;
-  if (linear.exact) {
-    // The order of sums may not follow from the rows: it is that of a single tile of them.
-    plan.parts = most_parts(tiles_of_row, steps, resident_blocks<gated, 32>(threads), processors);
-    const bool is_faster = is_split_faster(tiles, plan.parts, resident, processors);
-    plan.cluster = is_faster ? plan.parts : 1;
-  } else {
-    plan.parts = plan.cluster = most_parts(tiles, steps, resident, processors);
-  }
-  const int blocks = tiles * plan.cluster;
-  const int filled = filled_by(plan.cluster, processors);
+  plan.parts = linear.exact ? exact_parts(linear)
+               : splits     ? most_parts(tiles, steps, resident, processors)
+                            : 1;
+  plan.cluster = splits ? plan.parts : 1;
+  const int blocks = tiles * plan.cluster, filled = filled_by(plan.cluster, processors);
   plan.are_shared = resident > 1 && blocks > filled;
-  const int at_once = filled * (plan.are_shared ? 2 : 1);
-  const int rounds = (blocks + at_once - 1) / at_once;
-  const int steps_of_block = (steps + plan.cluster - 1) / plan.cluster;
-  plan.nanoseconds = rounds * (plan.are_shared ? kSharing : 1) *
-                     (steps_of_block * (gated ? kGatedStepTimes : kStepTimes)[kSize] +
-                      kBlockTimes[kSize]);
+  const int rounds = tiles_of(blocks, filled * (plan.are_shared ? 2 : 1));
+  plan.nanoseconds =
+      rounds * (plan.are_shared ? kSharing : 1) *
+      (tiles_of(steps, plan.cluster) * (gated ? times.gated_step : times.step) + times.block);
   return plan;
+}
+
+// The bytes of shared memory of a block of `plan`, and where it has what; `depth` is 0 if there is
+// no room for two slots: a block loads the weights of a step before it frees the slot of the last.
+template <bool gated, int kRows>
+int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
+  using Block = Block<gated, kRows>;
+  constexpr int kEights = Block::kEights;
+  const auto [cluster, parts, are_shared, _] = plan;
+  const int steps = tiles_of(linear.inputs, kStep), most_steps = tiles_of(steps, cluster);
+  const int sum_bytes =
+      parts > 1 ? cluster * tiles_of(kEights, cluster) * Block::kMultiplying * 16 : 0;
+  const int square_bytes = linear.scale ? parts * kNorming * kRows * 4 : 0;
+  const int scale_bytes = norms_in_tiles(linear) ? most_steps * kRowBytes : 0;
+  // Sums that are sent take the place of slots that have been read if they are many.
+  const bool in_slots = Block::kIsLarge && cluster > 1;
+  const int other_bytes = kAlignment + (in_slots ? 0 : sum_bytes) + square_bytes + scale_bytes +
+                          2 * sizeof(uint64_t);
+  const int slot_bytes = Block::kSlotBytes + 3 * sizeof(uint64_t);
+  const auto slots_of = [&](int blocks) {  // that share a multiprocessor
+    return (kMultiprocessorBytes / blocks - kReservedBytes - other_bytes) / slot_bytes;
+  };
+  const int slots = are_shared && slots_of(2) >= 3 ? slots_of(2) : slots_of(1);
+  const int least = in_slots ? tiles_of(sum_bytes, Block::kSlotBytes) : 0;
+  *shares = {cluster, parts / cluster, steps / parts, steps % parts, kEights / cluster,
+             kEights % cluster};
+  shares->depth = slots >= std::max(2, least)
+                      ? std::min({std::max(most_steps, least), slots, kMostDepth})
+                      : 0;
+  const int slots_end = shares->depth * Block::kSlotBytes;
+  shares->sums = in_slots ? 0 : slots_end;
+  shares->squares = slots_end + (in_slots ? 0 : sum_bytes);
+  shares->scale = shares->squares + square_bytes;
+  shares->barriers = shares->scale + scale_bytes;
+  return other_bytes + shares->depth * slot_bytes;
 }
 
 template <bool gated, int kRows>
 const char* launch(const Linear& linear, const Plan& plan, bool early, Stream stream) {
   using Block = Block<gated, kRows>;
-  constexpr int kEights = Block::kEights;
-  const int inputs = linear.inputs, columns = linear.outputs * Block::kSides;
+  Shares shares;
+  const int bytes = place_in_memory<gated, kRows>(linear, plan, &shares);
+  if (linear.roots) {
+    const int norm_bytes = tiles_of(linear.inputs, kStep) * kRowBytes + plan.parts * kNorming * 4;
+    if (const char* error = launch_behind(norm_kernel, linear.rows, kNormThreads, norm_bytes, early,
+                                          stream, linear, plan.parts, shares.steps,
+                                          shares.more_steps)) {
+      return error;
+    }
+  }
+  const uint16_t* rows = linear.roots ? linear.scaled : linear.x;
   CUtensorMap xs, kernel;
-  if (const char* refused = map_of(linear.x, inputs, linear.rows, kRows, &xs)) return refused;
-  if (const char* refused = map_of(linear.kernel, columns, inputs, kStep, &kernel)) return refused;
-  const auto [cluster, parts, are_shared, _] = plan;
-  const int steps = (inputs + kStep - 1) / kStep, most_steps = (steps + cluster - 1) / cluster;
-  const dim3 blocks(cluster, (linear.rows + kRows - 1) / kRows,
-                    (linear.outputs + kColumns - 1) / kColumns);
-  Shares shares{cluster, parts / cluster, steps / parts, steps % parts, kEights / cluster,
-                kEights % cluster};
-  const int eights = (kEights + cluster - 1) / cluster;
-  const int sum_bytes = parts > 1 ? cluster * eights * Block::kMultiplying * 16 : 0;
-  const int square_bytes = linear.scale ? parts * kSquaring * kRows * 4 : 0;
-  const int scale_bytes = linear.scale ? most_steps * kRowBytes : 0;
-  const int other_bytes = kAlignment + sum_bytes + square_bytes + scale_bytes + sizeof(uint64_t);
-  const int slot_bytes = Block::kSlotBytes + 2 * sizeof(uint64_t);
-  const auto room_of = [&](int blocks) {  // that share a multiprocessor
-    return kMultiprocessorBytes / blocks - kReservedBytes - other_bytes;
-  };
-  // A block loads the weights of a step before it frees the slot of the one before: it would wait
-  // forever for a single slot. Its other bytes are the most without a cluster.
-  constexpr int kMostOther = kAlignment + kMostCluster * kSquaring * kRows * 4 + kTileInputs * 2 +
-                             kRows / 8 * Block::kMultiplying * 16 + int(sizeof(uint64_t));
-  static_assert(kMultiprocessorBytes - kReservedBytes - kMostOther >=
-                2 * (Block::kSlotBytes + 2 * int(sizeof(uint64_t))));
-  const int room = room_of(are_shared && room_of(2) >= 3 * slot_bytes ? 2 : 1);
-  shares.depth = std::min({most_steps, room / slot_bytes, kMostDepth});
-  shares.sums = shares.depth * Block::kSlotBytes;
-  shares.squares = shares.sums + sum_bytes;
-  shares.scale = shares.squares + square_bytes;
-  shares.barriers = shares.scale + scale_bytes;
-  return launch_clusters(hopper_kernel<gated, kRows>, cluster, blocks,
-                         linear.scale ? Block::kNormThreads : Block::kThreads,
-                         other_bytes + shares.depth * slot_bytes, early, stream, linear, xs,
-                         kernel, shares);
+  if (const char* error = map_of(rows, linear.inputs, linear.rows, kRows, &xs)) return error;
+  const int columns = linear.outputs * (gated ? 2 : 1);
+  if (const char* error = map_of(linear.kernel, columns, linear.inputs, kStep, &kernel)) {
+    return error;
+  }
+  const dim3 blocks(plan.cluster, tiles_of(linear.rows, kRows),
+                    tiles_of(linear.outputs, Block::kOutputs));
+  return launch_clusters(hopper_kernel<gated, kRows>, plan.cluster, blocks, Block::threads(linear),
+                         bytes, early || linear.roots, stream, linear, xs, kernel, shares);
+}
+
+template <bool gated>
+struct Tile {
+  Plan plan;
+  const char* (*launch)(const Linear&, const Plan&, bool, Stream);
+};
+
+// Makes `fastest` a tile of so many rows if it is faster.
+template <bool gated, int kRows>
+void consider(const Linear& linear, const Times& times, Tile<gated>* fastest) {
+  if (Block<gated, kRows>::kIsLarge && norms_in_tiles(linear)) return;
+  for (const bool splits : {true, false}) {
+    const Plan plan = plan_of<gated, kRows>(linear, splits, times);
+    Shares shares;
+    place_in_memory<gated, kRows>(linear, plan, &shares);
+    const bool is_faster = !fastest->launch || plan.nanoseconds < fastest->plan.nanoseconds;
+    if (shares.depth && is_faster) *fastest = {plan, launch<gated, kRows>};
+  }
 }
 
 template <bool gated>
 const char* launch_fastest(const Linear& linear, bool early, Stream stream) {
-  const Plan plans[] = {plan_of<gated, 32>(linear), plan_of<gated, 64>(linear),
-                        plan_of<gated, 128>(linear)};
-  const auto is_faster = [](const Plan& a, const Plan& b) { return a.nanoseconds < b.nanoseconds; };
-  const Plan* fastest = std::min_element(std::begin(plans), std::end(plans), is_faster);
-  switch (fastest - plans) {
-    case 0: return launch<gated, 32>(linear, *fastest, early, stream);
-    case 1: return launch<gated, 64>(linear, *fastest, early, stream);
-    default: return launch<gated, 128>(linear, *fastest, early, stream);
-  }
+  Tile<gated> fastest{};
+  consider<gated, 32>(linear, {160, 290, 1400}, &fastest);
+  consider<gated, 64>(linear, {220, 400, 2100}, &fastest);
+  consider<gated, 128>(linear, {300, 470, 3300}, &fastest);
+  consider<gated, 192>(linear, {320, 550, 6500}, &fastest);
+  return fastest.launch(linear, fastest.plan, early, stream);
 }
 
 }  // namespace

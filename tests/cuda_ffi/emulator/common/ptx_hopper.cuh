@@ -9,6 +9,9 @@ namespace jspec {
 
 constexpr int kWarpgroup = 128;
 
+// Of blocks of a cluster, addresses differ by their high bits.
+constexpr uint32_t kOneBlock = 1 << 20;
+
 struct MemoryBarrier {
   int arrivals = 0, pending = 0, bytes = 0;
   uint32_t phase = 0;
@@ -61,6 +64,10 @@ inline void barrier_init(uint64_t* barrier, int arrivals) {
 }
 inline void publish_barriers() {}
 inline void barrier_arrive(uint64_t* barrier) { memory_barrier(barrier).change(1, 0); }
+inline void barrier_arrive_in(uint32_t address) {
+  const char* named = emulator::shared_memory + address % kOneBlock - 4096;
+  memory_barrier(named, address / kOneBlock - 1).change(1, 0);
+}
 inline void barrier_expect(uint64_t* barrier, int bytes) {
   memory_barrier(barrier).change(1, bytes);
 }
@@ -76,6 +83,16 @@ template <int kRegisters>
 void release_registers() {}
 template <int kRegisters>
 void take_registers() {}
+inline void store_matrices(void* row, const uint32_t (&from)[4]) {
+  struct Stored { void* row; uint32_t from[4]; };
+  const auto all = emulator::warp_values(Stored{row, {from[0], from[1], from[2], from[3]}});
+  const int lane = threadIdx.x % 32, matrix = lane / 8;  // of the row that this lane stores
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    const uint32_t pair = all[lane % 8 * 4 + quarter].from[matrix];
+    std::memcpy(static_cast<char*>(row) + quarter * 4, &pair, 4);
+  }
+  __syncwarp();
+}
 inline void publish_stores() {}
 
 inline void cluster_arrive_relaxed() {
@@ -85,9 +102,6 @@ inline void cluster_wait() {
   const int64_t number = last_meeting[emulator::current];
   emulator::wait_until([=] { return emulator::cluster.held > number; });
 }
-
-// Of blocks of a cluster, addresses differ by their high bits.
-constexpr uint32_t kOneBlock = 1 << 20;
 
 inline uint32_t address_in(int block, const void* shared) {
   if (block < 0 || block >= int(emulator::blocks.size())) emulator::fail("no block of the cluster");
