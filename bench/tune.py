@@ -123,7 +123,7 @@ def refined(
     A rule that applies to no point stays as it is, and so does one that costs no more than what is
     fitted. What costs less holds up to the sizes at which its first backend was measured, and the
     rule that it was fitted in place of stays for larger ones. Rules have no lower bounds: it holds
-    for smaller sizes too. A rule that the next one repeats is dropped.
+    for smaller sizes too. A rule that no size reaches, or that the next one repeats, is dropped.
 
     Args:
         operation: whose backends are ordered.
@@ -140,6 +140,7 @@ def refined(
             rules += _bounded(fitted, reached, rule)
         rules.append(rule)
     rules = rules or fit(points, operation)
+    rules = [x for i, x in enumerate(rules) if not any(_covers(y, x) for y in rules[:i])]
     remaining = [rule for rule, next_ in itertools.pairwise(rules) if not _repeats(rule, next_)]
     rules = [*remaining, rules[-1]]
     screen = console()
@@ -192,12 +193,14 @@ def _applies(rule: Rule, point: Point) -> bool:
     return all(point.sizes.get(name, bound) <= bound for name, bound in rule.up_to.items())
 
 
+def _covers(rule: Rule, other: Rule) -> bool:
+    """Whether ``rule`` applies wherever ``other`` does."""
+    return all(other.up_to.get(name, bound + 1) <= bound for name, bound in rule.up_to.items())
+
+
 def _repeats(rule: Rule, following: Rule) -> bool:
     """Whether ``following`` has the order of ``rule`` wherever that applies."""
-    covers = all(
-        rule.up_to.get(name, bound + 1) <= bound for name, bound in following.up_to.items()
-    )
-    return covers and list(rule.take) == list(following.take)
+    return _covers(following, rule) and list(rule.take) == list(following.take)
 
 
 def points_of(rows: Sequence[dict[str, Any]], operation: Operation) -> list[Point]:

@@ -148,6 +148,13 @@ def test_a_rule_that_the_next_one_repeats_is_dropped():
     ]
 
 
+def test_a_rule_that_no_size_reaches_is_dropped():
+    before = [Rule({"batch": 8}, ["one", "xla"]), Rule({"batch": 4}, ["xla", "one"])]
+    last = Rule({}, ["xla"])
+    points = [point(2, 2, xla=2.0, one=1.0), point(16, 2, xla=1.0)]
+    assert refined(TOY, points, [*before, last]) == [before[0], last]
+
+
 def results(folder: Path, **machine: str) -> Path:
     """Greedy verification by ``cuda`` and ``pallas``, the one best to 32 rows, the other beyond."""
     folder.mkdir()
