@@ -29,8 +29,8 @@ SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
 # At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS,
 # and of an exact matmul.
 TILE_ROWS, TILE_INPUTS = 128, 2**15
-# Tiles of up to so many rows and of weights of fewer bytes scale rows for a norm themselves.
-NORMED_ROWS, NORMED_BYTES = 128, 2**25
+# Tiles of up to so many rows scale them for a norm, up to so many rows times bytes of weights.
+NORMED_ROWS, NORMED_WORK = 128, 2**29
 
 
 def linear_cuda(
@@ -61,10 +61,10 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, exact) -> A
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     outputs = outputs[1:] if gated else outputs
     rows = math.prod(x.shape[:-1])
-    normed = [kernel] if norm is not None and (exact or rows > MAX_ROWS) else []
+    scaled = [kernel] if _is_scaled_ahead(rows, kernel, norm, exact) else []
     y, *_ = library.call(
         "linear",
-        (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype), *_scaled_rows(rows, normed)),
+        (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype), *_scaled_rows(rows, scaled)),
         *(x, *_arguments(x, kernel, bias, norm, add)),
         vmap_method="sequential",
         bits=np.int32(weight_bits(kernel)),
@@ -79,12 +79,21 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, exact) -> A
     return y
 
 
-def _scaled_rows(rows: int, normed: Sequence[Array]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Where a kernel of its own scales rows for the norms before products with these weights, and
-    puts what their results are multiplied by; empty if Hopper's tiles scale rows themselves."""
-    if not any(rows > NORMED_ROWS or kernel.nbytes >= NORMED_BYTES for kernel in normed):
+def _is_scaled_ahead(
+    rows: int, kernel: Array | Quantized | MXFP4, norm: RMS | None, exact: bool
+) -> bool:
+    """Whether a kernel of its own scales the rows for the norm before a product on Hopper."""
+    if norm is None or isinstance(kernel, Quantized | MXFP4) or not (exact or rows > MAX_ROWS):
+        return False
+    return rows > NORMED_ROWS or rows * kernel.nbytes >= NORMED_WORK
+
+
+def _scaled_rows(rows: int, kernels: Sequence[Array]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Where rows are scaled before products with ``kernels``, one after the other, and where that
+    puts what the results of each row are multiplied by."""
+    if not kernels:
         return ()
-    inputs = max(kernel.shape[0] for kernel in normed)
+    inputs = max(kernel.shape[0] for kernel in kernels)
     scaled = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
     return scaled, jax.ShapeDtypeStruct((rows,), jnp.float32)
 
@@ -189,15 +198,15 @@ def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
     ]
     axes = next((total.axes for total in sums if total), None)
     rows = math.prod(x.shape[:-1])
-    is_tiled = exact or rows > MAX_ROWS
-    normed = [kernel for kernel, _, norm, _ in ops if norm is not None and is_tiled]
+    ahead = [_is_scaled_ahead(rows, kernel, norm, exact) for kernel, _, norm, _ in ops]
+    scaled = [kernel for (kernel, *_), is_ahead in zip(ops, ahead, strict=True) if is_ahead]
 
     def each(values, dtype: type[np.generic] = np.int32):
         return np.asarray(list(values), dtype)
 
     made = library.call(
         "linear_chain",
-        (*results, *parts, *_scaled_rows(rows, normed)),
+        (*results, *parts, *_scaled_rows(rows, scaled)),
         *(x, *(one for op in ops for one in _arguments(x, *op))),
         vmap_method="sequential",
         bits=np.int32(weight_bits(ops[0][0])),
@@ -206,6 +215,7 @@ def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
         patience=np.int64(PATIENCE * 1e9),
         biased=each(bias is not None for _, bias, _, _ in ops),
         normed=each(norm is not None for _, _, norm, _ in ops),
+        scaled=each(ahead),
         added=each(
             (-2 if add is None else -1) if other is None else other
             for (*_, add), other in zip(ops, added, strict=True)

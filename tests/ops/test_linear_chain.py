@@ -187,7 +187,7 @@ def test_sums_that_cannot_be_are_refused(ranks, biased, outputs, dtype):
     case = LINEAR_CHAIN.cases()[0]
     cuda_or_skip(*case.arguments, **case.static)
     x, kernel = jnp.ones((1, 32), jnp.bfloat16), jnp.ones((32, outputs), jnp.bfloat16)
-    each = {"biased": biased, "normed": 0, "added": -2, "gated": 0, "summed": 1}
+    each = {"biased": biased, "normed": 0, "scaled": 0, "added": -2, "gated": 0, "summed": 1}
     shapes = [jax.ShapeDtypeStruct((1, outputs), d) for d in ("bfloat16", dtype)]
 
     def run(x, kernel):

@@ -118,28 +118,30 @@ ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
 }
 
 // x, then the kernel, its scales, bias, the norm's scale and what is added of each matmul; the
-// result of each, and then what each that is summed gives on this device, float32; and if there are
-// two more results, rows are scaled there for every norm, one after the other. `bits`, `exact`,
+// result of each, and then what each that is summed gives on this device, float32; last, if any
+// matmul is `scaled`, where its rows are scaled for its norm by a kernel ahead. `bits`, `exact`,
 // `ranks` and `patience` are those of all, and each other attribute has a value for each matmul;
 // `added`: the number of the result that is added, or of its own argument where that is -1, or
 // nothing where it is -2; `summed`: whether it is summed over the ranks, before anything is added.
 ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs arguments,
                              ffi::RemainingRets results, int32_t bits, bool exact, int64_t ranks,
                              int64_t patience, ffi::Span<const int32_t> biased,
-                             ffi::Span<const int32_t> normed, ffi::Span<const int32_t> added,
+                             ffi::Span<const int32_t> normed, ffi::Span<const int32_t> scaled,
+                             ffi::Span<const int32_t> added,
                              ffi::Span<const int32_t> gated, ffi::Span<const int32_t> summed,
                              ffi::Span<const float> eps) {
   const size_t links = gated.size();
   for (const size_t size :
-       {biased.size(), normed.size(), added.size(), summed.size(), eps.size()}) {
+       {biased.size(), normed.size(), scaled.size(), added.size(), summed.size(), eps.size()}) {
     if (size != links) {
       return invalid("an attribute has ", size, " values for ", links, " matmuls");
     }
   }
-  const size_t sums = std::count_if(summed.begin(), summed.end(), [](int32_t x) { return x != 0; });
-  const bool scales = results.size() > links + sums;
-  ffi::Error error =
-      check_count(arguments, 1 + 5 * links, results, links + sums + (scales ? 2 : 0));
+  const auto count_of = [](ffi::Span<const int32_t> flags) -> size_t {
+    return std::count_if(flags.begin(), flags.end(), [](int32_t x) { return x != 0; });
+  };
+  const size_t sums = count_of(summed), places = count_of(scaled) ? 2 : 0;
+  ffi::Error error = check_count(arguments, 1 + 5 * links, results, links + sums + places);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
   const Group group = group_of(device, ranks, patience);
@@ -157,7 +159,7 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
                         bits, biased[i] != 0, normed[i] != 0, adds && !sum, gated[i] != 0,
                         bits < 16, exact, eps[i]};
     error = matmul.read(buffers, found[i].matmul);
-    if (!error.failure() && scales && normed[i]) {
+    if (!error.failure() && scaled[i]) {
       error = scale_in(buffers, buffers.size() - 2, found[i].matmul);
     }
     if (error.failure()) return error;
@@ -205,6 +207,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_linear_chain, jspec::multiply_in_chain,
                                   .Attr<int64_t>("patience")
                                   .Attr<jspec::ffi::Span<const int32_t>>("biased")
                                   .Attr<jspec::ffi::Span<const int32_t>>("normed")
+                                  .Attr<jspec::ffi::Span<const int32_t>>("scaled")
                                   .Attr<jspec::ffi::Span<const int32_t>>("added")
                                   .Attr<jspec::ffi::Span<const int32_t>>("gated")
                                   .Attr<jspec::ffi::Span<const int32_t>>("summed")
