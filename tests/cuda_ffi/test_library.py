@@ -209,7 +209,8 @@ CALLS = {
         {name: np.ones(1, np.int32) for name in ("biased", "normed", "gated")}
         | {"added": np.full(1, -1, np.int32), "eps": np.ones(1, np.float32)}
         | {"bits": np.int32(8), "exact": np.bool_(False)}
-        | {"summed": np.zeros(1, np.int32), "ranks": np.int64(2), "patience": np.int64(0)},
+        | {name: np.zeros(1, np.int32) for name in ("summed", "scaled")}
+        | {"ranks": np.int64(2), "patience": np.int64(0)},
         None,
     ),
     "select": (
@@ -345,6 +346,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
             "an attribute has 2 values for 1 matmuls",
         ),
         ("linear_chain", {"summed": np.ones(1, np.int32)}, "and 1 results, not 6 and 2"),
+        ("linear_chain", {"scaled": np.ones(1, np.int32)}, "and 1 results, not 6 and 3"),
     ],
     ids=[
         "warps",
@@ -362,6 +364,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         "added",
         "each",
         "summed",
+        "scaled",
     ],
 )
 def test_attributes_are_checked_and_typed(target, change, message, kernels):

@@ -171,7 +171,8 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
         return invalid("sum ", buffers[buffer], " must be ", count, " of ", ffi::BF16);
       }
     }
-    if (!found[i].matmul.wide || !group.ranks || biased[i] || count % 2 || count * int64_t{sizeof(float)} > kMostBytes) {
+    if (!found[i].matmul.wide || !group.ranks || biased[i] || count % 2 ||
+        count * int64_t{sizeof(float)} > kMostBytes) {
       return invalid("device ", device, " of ", ranks, " ranks cannot sum ", buffers[part],
                      " with biased=", biased[i]);
     }
