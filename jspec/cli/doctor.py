@@ -286,7 +286,7 @@ def _backend(
             detail = f"{case.name}: differs from what it must give"
             return Finding(what, False, detail, "report it, with all that is above")
     if not took:
-        return Finding(what, False, refused[-1])  # those of 16 bits are last, and kernels take them
+        return Finding(what, False, refused[-1])  # the last case is one that kernels take
     return Finding(what, True, f"right; refuses some cases: {refused[0]}" if refused else "right")
 
 

@@ -218,8 +218,8 @@ def _cases(bits: int = 0) -> list[Case]:
 
     return [
         Case("normed", build(True), small=True),
-        Case("plain", build(False), small=True),
         Case("8-bits", build(False, FLOAT8, 400.0), small=True),
+        Case("plain", build(False), small=True),
     ]
 
 

@@ -153,10 +153,14 @@ def _case(
     return q, keys, drawn(kv_heads, size, channels, dtype="float32") if projected else None
 
 
-def _page_case(*sizes: int | str) -> tuple[np.ndarray, ...]:
+def _full_pages(*sizes: int | str) -> tuple[np.ndarray, ...]:
     q, low, _ = _case(*sizes)  # pyright: ignore[reportArgumentType]
-    high = low + np.abs(low[:, ::-1])
-    # As pages without a position hold them.
+    return q, low, low + np.abs(low[:, ::-1])
+
+
+def _page_case(*sizes: int | str) -> tuple[np.ndarray, ...]:
+    """The last page as one without a position: its score is any number that is not finite."""
+    q, low, high = _full_pages(*sizes)
     low[:, -1:], high[:, -1:] = np.inf, -np.inf
     return q, low, high
 
@@ -174,11 +178,16 @@ _PROJECTED = {
 }
 
 
-def _cases(build, shapes):
-    return lambda: [
-        Case(name, functools.partial(build, *shape), small=name == "small")
-        for name, shape in shapes.items()
+def _dot_cases() -> list[Case]:
+    return [
+        Case(name, functools.partial(_case, *shape), small=name == "small")
+        for name, shape in (_SHAPES | _PROJECTED).items()
     ]
+
+
+def _page_cases() -> list[Case]:
+    ragged = [Case(name, functools.partial(_page_case, *shape)) for name, shape in _SHAPES.items()]
+    return [*ragged, Case("full", functools.partial(_full_pages, *_SHAPES["small"]), small=True)]
 
 
 DOT_SCORES = Operation(
@@ -188,7 +197,7 @@ DOT_SCORES = Operation(
         "triton": "jspec.triton.key_scores:DOT_SCORES",
     },
     key_sizes,
-    _cases(_case, _SHAPES | _PROJECTED),
+    _dot_cases,
 )
 PAGE_SCORES = Operation(
     "page_scores",
@@ -197,5 +206,5 @@ PAGE_SCORES = Operation(
         "triton": "jspec.triton.key_scores:PAGE_SCORES",
     },
     key_sizes,
-    _cases(_page_case, _SHAPES),
+    _page_cases,
 )

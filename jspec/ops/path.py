@@ -119,8 +119,8 @@ Entry = tuple[tuple[int, ...], str]
 _SHAPES: dict[str, tuple[int, int, int, tuple[Entry, ...]]] = {
     "one-column": (2, 12, 3, (((2, 8), "float32"),)),
     "layers": (5, 40, 16, (((2, 64), "bfloat16"), ((2, 2), "uint32"), ((2, 48), "bfloat16")) * 2),
-    "8-bits": (3, 33, 15, (((2, 64), str(FLOAT8)), ((2, 80), str(FLOAT8)))),
     "odd-bytes": (3, 21, 7, (((3, 5), "int8"), ((3,), "bool"), ((), "float16"), ((7,), "int32"))),
+    "8-bits": (3, 33, 15, (((2, 64), str(FLOAT8)), ((2, 80), str(FLOAT8)))),
 }
 
 

@@ -42,7 +42,7 @@ def test_doctor_looks_at_one_operation_alone(capsys):
     assert error.count("\n") == 1
 
 
-NAMED = ("pack", "verify_greedy", "verify_stochastic", "sample")
+NAMED = ("pack", "page_scores", "verify_greedy", "verify_stochastic", "sample")
 
 
 # The tests of each operation run its cases by every backend.
@@ -85,6 +85,16 @@ def test_doctor_names_a_backend_that_refuses_or_is_wrong(capsys, monkeypatch):
     assert result["pack, refuses"]["advice"] == ""
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU refuses none of these")
+def test_a_kernel_for_gpus_says_that_a_cpu_is_none():
+    """The reason of the last case is shown: not what a cache of 8 bits or odd sizes lack."""
+    for operation in operations():
+        if "triton" in operation.backends:
+            case = [case for case in operation.cases() if case.small][-1]
+            reason = operation.backend("triton").supports(*case.arguments, **case.static)
+            assert str(reason).startswith("Triton needs an NVIDIA GPU"), operation.name
+
+
 def test_a_backend_is_tried_on_the_cases_that_it_takes(capsys, monkeypatch):
     """Of attention there is one in float32 and one in bfloat16, which matrix units take."""
 
@@ -107,7 +117,7 @@ def test_a_backend_is_tried_on_the_cases_that_it_takes(capsys, monkeypatch):
     assert result["toy, xla"]["detail"] == "right"
     assert result["toy, half"]["works"]
     assert result["toy, half"]["detail"] == "right; refuses some cases: q is float32"
-    assert result["toy, off"]["detail"] == "channels-64: differs from what it must give"
+    assert result["toy, off"]["detail"] == "8-bits: differs from what it must give"
 
 
 def test_doctor_compares_with_what_a_case_wants_and_to_three_digits(capsys, monkeypatch):

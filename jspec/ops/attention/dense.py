@@ -296,8 +296,8 @@ def _cases() -> list[Case]:
 
     return [
         case("three-tokens", 40, 16, "float32", "float32"),
-        case("channels-64", 64, 64, "bfloat16", "bfloat16"),
         case("8-bits", 64, 64, "bfloat16", FLOAT8),
+        case("channels-64", 64, 64, "bfloat16", "bfloat16"),
     ]
 
 

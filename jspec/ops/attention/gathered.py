@@ -221,8 +221,8 @@ def _cases() -> list[Case]:
     return [
         case("two-tokens", None, 16, "float32", "float32"),
         case("weighted", weights, 16, "float32", "float32"),
-        case("channels-64", None, 64, "bfloat16", "bfloat16"),
         case("8-bits", None, 64, "bfloat16", FLOAT8),
+        case("channels-64", None, 64, "bfloat16", "bfloat16"),
     ]
 
 
