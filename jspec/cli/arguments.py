@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jspec import __version__
 from jspec.cli.errors import one_line
@@ -21,6 +22,19 @@ METRICS += ("code_similarity", "choice")
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"jspec: error: {one_line(message):.300}; see {self.prog} --help\n")
+
+    # It has overloads, of which the command uses none.
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """An argument that is none is an error of the command that got it, which knows its own."""
+        values, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(option, self._option_string_actions, 1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown):.200}{meant}")
+        return values, unknown
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.output is not None and arguments.requests is None:
                 raise ValueError("--output goes with --requests; for one prompt, redirect stdout")
             output = arguments.output if is_first() else None
+            if output is not None and _same_file(output, arguments.requests):
+                raise ValueError(f"--output {output} would replace --requests; name another file")
             file = None if output is None else stack.enter_context(whole_file(output))
             requests, refused = read_requests(arguments)
             settings = (helix, target, draft, gamma, backends)
@@ -92,6 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
         code = _run(arguments, job, ready, refused, file)
         leave_interrupted(code, arguments.hosts)
         return code
+
+
+def _same_file(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _common(
@@ -142,7 +149,9 @@ def _run(
             rest["backends"] = [dataclasses.asdict(choice) for choice in choices]
         output = results[0] if single else {"results": results, "errors": errors}
         print_json(output | rest)
-    else:
+    elif interrupted and not outcome.stats.steps:
+        raise KeyboardInterrupt
+    elif outcome.served:
         answer = demo.verdict(outcome.served[0].row.text) if arguments.demo else None
         print_table(outcome.stats, _seeds(outcome.served), compare, answer)
         if choices:

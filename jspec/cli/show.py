@@ -150,7 +150,10 @@ def print_table(
         table.add_row("steps by gamma", steps)
     if seeds:
         table.add_row("seed" if len(seeds) == 1 else "seeds", ", ".join(seeds))
-    table.add_row("prefill", f"{stats.prefill_tokens_per_s:,.0f} tokens/s, {stats.prefill_s:.1f} s")
+    prefill = f"{stats.prefill_tokens_per_s:,.0f} tokens/s, {stats.prefill_s:.1f} s"
+    if not stats.prefill_s:  # prompts that an engine prefilled while it decoded
+        prefill = f"{counted(stats.prompt_tokens, 'token')}, in the time of decode"
+    table.add_row("prefill", prefill)
     table.add_row("decode", f"{stats.decode_tokens_per_s:,.1f} tokens/s, {stats.decode_s:.1f} s")
     programs = counted(stats.compilations, "program")
     table.add_row("compile", f"{stats.compile_s:.1f} s for {programs}, not counted above")

@@ -94,6 +94,12 @@ def test_compare_promises_no_law_of_a_lossy_policy(capsys):
     assert "tokens differ, as --policy is not lossless, " in capsys.readouterr().err
 
 
+def test_prompts_that_an_engine_prefilled_as_it_decoded_have_no_rate(capsys):
+    stats = dataclasses.replace(Stats.merged([]), prompt_tokens=20)
+    print_table(stats, [], None)
+    assert "prefill  20 tokens, in the time of decode" in capsys.readouterr().err
+
+
 def test_acceptance_is_shown_of_positions_that_were_drafted(capsys):
     positions = (PositionRate(4, 3), PositionRate(2, 0), PositionRate(0, 0))
     stats = dataclasses.replace(Stats.merged([]), drafted=6, acceptance_by_position=positions)

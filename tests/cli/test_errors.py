@@ -86,6 +86,28 @@ def test_bad_input_is_one_line_and_exit_code_2(run, arguments, message):
     assert err.count("\n") == 1
 
 
+def test_a_file_without_a_good_line_gives_its_errors_alone(run, tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": 5}\n')
+    code, out, err = run("--requests", str(file))
+    assert (code, out) == (2, "")
+    assert err == "jspec: error: line 1: 'prompt' must be a string that is not empty, got 5\n"
+
+
+def test_requests_are_not_replaced_by_their_output(run, tmp_path):
+    file, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
+    file.write_text('{"prompt": "x", "max_new_tokens": 1}\n')
+    link.symlink_to(file)
+    before = file.read_text()
+    for output in (file, link):
+        code, out, err = run("--requests", str(file), "--output", str(output))
+        assert (code, out) == (2, "")
+        assert (
+            err == f"jspec: error: --output {output} would replace --requests; name another file\n"
+        )
+    assert file.read_text() == before
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--gamma", "1.5"], ["--gamma", "9" * 5000], ["--colour", "a\nb\x1b[31m"], ["x", "--json"]],
@@ -106,6 +128,11 @@ def test_an_argument_that_is_none_is_one_line_too(arguments, run, capsys):
     ("arguments", "message"),
     [
         (["--prompt", "x", "--length-penalty", "1.1"], "unrecognized arguments: --length-penalty"),
+        (["--prompt", "x", "--tempreature", "1"], "--tempreature (did you mean --temperature?)"),
+        (
+            ["--prompt", "x", "--max-tokens=8"],
+            "--max-tokens=8 (did you mean --max-new-tokens?); see",
+        ),
         (["-", "--prompt", "x"], "- reads the prompt from stdin; leave out --prompt"),
         (["-", "--requests", "f"], "- reads the prompt from stdin; leave out --requests"),
         (["--demo", "--prompt", "x"], "--prompt: not allowed with argument --demo"),
