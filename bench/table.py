@@ -58,7 +58,7 @@ def _table(
     has_bytes = any(r.get("bytes") for r in rows)
     table = Table(padding=(0, 1, 0, 0), box=None)
     for key in options:
-        table.add_column(_heading(key), justify="right")
+        table.add_column(_heading(key), justify="right", overflow="fold")
     table.add_column("name", overflow="fold")
     for clock in clocks:
         table.add_column(clock, justify="right")
@@ -67,7 +67,8 @@ def _table(
     headings = [*others, *(("MB", "GB/s", "of ceiling") if has_bytes else ())]
     headings += ["vs best"] if clocks else []
     for heading in headings:
-        table.add_column(_heading(heading), justify="right")
+        # With spaces it takes several lines where the terminal is narrow, and is not cut.
+        table.add_column(_heading(heading).replace("_", " "), justify="right", overflow="fold")
     fastest, rate = _fastest(rows), _ceiling(result, rows[0])
     shown: set[str] = set()
     for row in rows:

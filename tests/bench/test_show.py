@@ -25,11 +25,14 @@ SUITES = {json.loads(path.read_text())["suite"]: path for path in reversed(PATHS
         for path in PATHS
     ],
 )
-def test_every_committed_result_is_shown(path, capsys):
+def test_every_committed_result_is_shown(path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["show", str(path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    out = capsys.readouterr().out
+    lines = out.splitlines()
     assert len(lines) > 2
     assert max(map(len, lines)) <= 100
+    assert "…" not in out  # neither a heading nor a number is cut
 
 
 def test_several_results_are_shown_one_after_another(capsys):
