@@ -29,7 +29,8 @@ SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
 # At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS,
 # and of an exact matmul.
 TILE_ROWS, TILE_INPUTS = 128, 2**15
-# Tiles of up to so many rows scale them for a norm, up to so many rows times bytes of weights.
+# The most rows, and rows times bytes of weights, for which tiles scale the rows for a norm
+# themselves; a kernel of its own does so for more.
 NORMED_ROWS, NORMED_WORK = 128, 2**29
 
 
