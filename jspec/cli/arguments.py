@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """An argument that is none is an error of the command that got it, which knows its own."""
+        """Report an unknown argument from the subcommand that got it, which knows its options."""
         values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]

@@ -485,7 +485,7 @@ const char* map_of(const void* matrix, cuuint64_t columns, cuuint64_t rows, cuui
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-int tiles_of(int count, int tile) { return (count + tile - 1) / tile; }
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The multiprocessors that clusters of so many blocks fill: those of more than two leave some of
 // each group of multiprocessors without a block.
@@ -506,7 +506,8 @@ bool is_split_faster(int tiles, int cluster, int resident, int processors) {
 int most_parts(int tiles, int steps, int resident, int processors) {
   int most = 1;
   for (int parts = 2; parts <= std::min(steps, kMostCluster); ++parts) {
-    const int blocks = tiles * most;  // nearly one for each multiprocessor?
+    // Whether nearly every multiprocessor has a block, and none has two.
+    const int blocks = tiles * most;
     const bool is_full = blocks > filled_by(kMostCluster, processors) && blocks <= processors;
     if (!is_full && is_split_faster(tiles, parts, resident, processors)) most = parts;
   }
@@ -541,7 +542,7 @@ struct Times {
 // The parts of the inputs of an exact matmul, whatever its rows: those of a single tile of few.
 int exact_parts(const Linear& linear) {
   constexpr int kResident = 2;
-  return most_parts(tiles_of(linear.outputs, kColumns), tiles_of(linear.inputs, kStep), kResident,
+  return most_parts(ceil_div(linear.outputs, kColumns), ceil_div(linear.inputs, kStep), kResident,
                     multiprocessors());
 }
 
@@ -550,8 +551,8 @@ Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   using Block = Block<gated, kRows>;
   constexpr float kSharing = 1.42f;
   const int processors = multiprocessors(), resident = resident_blocks<gated, kRows>(linear);
-  const int steps = tiles_of(linear.inputs, kStep);
-  const int tiles = tiles_of(linear.outputs, Block::kOutputs) * tiles_of(linear.rows, kRows);
+  const int steps = ceil_div(linear.inputs, kStep);
+  const int tiles = ceil_div(linear.outputs, Block::kOutputs) * ceil_div(linear.rows, kRows);
   Plan plan;
   plan.parts = linear.exact ? exact_parts(linear)
                : splits     ? most_parts(tiles, steps, resident, processors)
@@ -559,10 +560,10 @@ Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   plan.cluster = splits ? plan.parts : 1;
   const int blocks = tiles * plan.cluster, filled = filled_by(plan.cluster, processors);
   plan.are_shared = resident > 1 && blocks > filled;
-  const int rounds = tiles_of(blocks, filled * (plan.are_shared ? 2 : 1));
+  const int rounds = ceil_div(blocks, filled * (plan.are_shared ? 2 : 1));
   plan.nanoseconds =
       rounds * (plan.are_shared ? kSharing : 1) *
-      (tiles_of(steps, plan.cluster) * (gated ? times.gated_step : times.step) + times.block);
+      (ceil_div(steps, plan.cluster) * (gated ? times.gated_step : times.step) + times.block);
   return plan;
 }
 
@@ -573,9 +574,9 @@ int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
   using Block = Block<gated, kRows>;
   constexpr int kEights = Block::kEights;
   const auto [cluster, parts, are_shared, _] = plan;
-  const int steps = tiles_of(linear.inputs, kStep), most_steps = tiles_of(steps, cluster);
+  const int steps = ceil_div(linear.inputs, kStep), most_steps = ceil_div(steps, cluster);
   const int sum_bytes =
-      parts > 1 ? cluster * tiles_of(kEights, cluster) * Block::kMultiplying * 16 : 0;
+      parts > 1 ? cluster * ceil_div(kEights, cluster) * Block::kMultiplying * 16 : 0;
   const int square_bytes = linear.scale ? parts * kNorming * kRows * 4 : 0;
   const int scale_bytes = norms_in_tiles(linear) ? most_steps * kRowBytes : 0;
   // Sums that are sent take the place of slots that have been read if they are many.
@@ -587,7 +588,7 @@ int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
     return (kMultiprocessorBytes / blocks - kReservedBytes - other_bytes) / slot_bytes;
   };
   const int slots = are_shared && slots_of(2) >= 3 ? slots_of(2) : slots_of(1);
-  const int least = in_slots ? tiles_of(sum_bytes, Block::kSlotBytes) : 0;
+  const int least = in_slots ? ceil_div(sum_bytes, Block::kSlotBytes) : 0;
   *shares = {cluster, parts / cluster, steps / parts, steps % parts, kEights / cluster,
              kEights % cluster};
   shares->depth = slots >= std::max(2, least)
@@ -607,7 +608,7 @@ const char* launch(const Linear& linear, const Plan& plan, bool early, Stream st
   Shares shares;
   const int bytes = place_in_memory<gated, kRows>(linear, plan, &shares);
   if (linear.roots) {
-    const int norm_bytes = tiles_of(linear.inputs, kStep) * kRowBytes + plan.parts * kNorming * 4;
+    const int norm_bytes = ceil_div(linear.inputs, kStep) * kRowBytes + plan.parts * kNorming * 4;
     if (const char* error = launch_behind(norm_kernel, linear.rows, kNormThreads, norm_bytes, early,
                                           stream, linear, plan.parts, shares.steps,
                                           shares.more_steps)) {
@@ -621,8 +622,8 @@ const char* launch(const Linear& linear, const Plan& plan, bool early, Stream st
   if (const char* error = map_of(linear.kernel, columns, linear.inputs, kStep, &kernel)) {
     return error;
   }
-  const dim3 blocks(plan.cluster, tiles_of(linear.rows, kRows),
-                    tiles_of(linear.outputs, Block::kOutputs));
+  const dim3 blocks(plan.cluster, ceil_div(linear.rows, kRows),
+                    ceil_div(linear.outputs, Block::kOutputs));
   return launch_clusters(hopper_kernel<gated, kRows>, plan.cluster, blocks, Block::threads(linear),
                          bytes, early || linear.roots, stream, linear, xs, kernel, shares);
 }
@@ -648,6 +649,13 @@ void consider(const Linear& linear, const Times& times, Tile<gated>* fastest) {
 
 template <bool gated>
 const char* launch_fastest(const Linear& linear, bool early, Stream stream) {
+  // Of the smallest tile there is always room for two slots, so that some tile is the fastest.
+  using Smallest = Block<gated, 32>;
+  constexpr int kMostSums = (Smallest::kEights + kMostCluster - 1) * Smallest::kMultiplying * 16;
+  constexpr int kMostOther = kAlignment + kMostSums + kMostCluster * kNorming * 32 * 4 +
+                             kTileInputs * 2 + 2 * int(sizeof(uint64_t));
+  static_assert(kMultiprocessorBytes - kReservedBytes - kMostOther >=
+                2 * (Smallest::kSlotBytes + 3 * int(sizeof(uint64_t))));
   Tile<gated> fastest{};
   consider<gated, 32>(linear, {160, 290, 1400}, &fastest);
   consider<gated, 64>(linear, {220, 400, 2100}, &fastest);
