@@ -10,18 +10,24 @@ namespace {
 int tile_rows = 0;  // of every matmul, or 0: as the estimates of time say
 bool tile_splits = false;
 
-template <bool gated, int kRows>
+template <class Block>
 const char* launch_tile(const Linear& linear, Stream stream) {
-  const Plan plan = plan_of<gated, kRows>(linear, tile_splits, {});
+  const Plan plan = plan_of<Block>(linear, tile_splits, {});
   Shares shares;
-  place_in_memory<gated, kRows>(linear, plan, &shares);
-  return shares.depth ? launch<gated, kRows>(linear, plan, false, stream) : "there is no room";
+  place_in_memory<Block>(linear, plan, &shares);
+  return shares.depth ? launch<Block>(linear, plan, false, stream) : "there is no room";
 }
 
-template <int kRows>
-const char* launch_kind(const Linear& linear, Stream stream) {
-  return linear.gated ? launch_tile<true, kRows>(linear, stream)
-                      : launch_tile<false, kRows>(linear, stream);
+template <int rows>
+const char* launch_rows(const Linear& linear, Stream stream) {
+  if (linear.scale && !linear.roots) {
+    if constexpr (rows > 128) return "such tiles scale no rows";
+    else
+      return linear.gated ? launch_tile<Block<true, rows, true>>(linear, stream)
+                          : launch_tile<Block<false, rows, true>>(linear, stream);
+  }
+  return linear.gated ? launch_tile<Block<true, rows, false>>(linear, stream)
+                      : launch_tile<Block<false, rows, false>>(linear, stream);
 }
 
 }  // namespace
@@ -32,10 +38,10 @@ extern "C" void jspec_use_tile(int rows, bool splits) { tile_rows = rows, tile_s
 
 const char* linear(const Linear& linear, Stream stream) {
   switch (tile_rows) {
-    case 32: return launch_kind<32>(linear, stream);
-    case 64: return launch_kind<64>(linear, stream);
-    case 128: return launch_kind<128>(linear, stream);
-    case 192: return launch_kind<192>(linear, stream);
+    case 32: return launch_rows<32>(linear, stream);
+    case 64: return launch_rows<64>(linear, stream);
+    case 128: return launch_rows<128>(linear, stream);
+    case 192: return launch_rows<192>(linear, stream);
   }
   return linear_hopper(linear, false, stream);
 }

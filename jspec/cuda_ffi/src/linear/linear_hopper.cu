@@ -10,7 +10,6 @@
 #include <algorithm>
 
 #include "common/dependent.cuh"
-#include "common/host_device.h"
 #include "common/swizzle.cuh"
 #include "common/tensor_map.cuh"
 #include "linear/finish.cuh"
@@ -31,30 +30,28 @@ constexpr int kRegisters = 1 << 16, kMultiprocessorBytes = 228 * 1024;  // of a 
 constexpr int kReservedBytes = 1024;                                    // of a block for itself
 enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet };  // barriers of a block, by number
 
-// Whether rows are scaled in the tiles of the matmul, for their norm.
-JSPEC_HOST_DEVICE inline bool norms_in_tiles(const Linear& linear) {
-  return linear.scale && !linear.roots;
-}
-
-template <bool gated, int kRows>
+// What a kernel is compiled for: whether a matmul has a gate, the rows of a tile, and whether its
+// blocks scale them for a norm.
+template <bool gated, int rows, bool norms>
 struct Block {
-  static constexpr int kEights = kRows / 8;  // of rows, which a thread has two of
+  static constexpr bool kGated = gated, kNorms = norms;
+  static constexpr int kRows = rows, kEights = rows / 8;  // of rows, which a thread has two of
   // Threads with so many sums take registers from those that do not multiply.
-  static constexpr bool kIsLarge = kRows > 128;
+  static constexpr bool kIsLarge = rows > 128;
   static constexpr int kTiles = gated || kIsLarge ? 2 : 1;  // of kColumns columns of weights
   static constexpr int kOutputs = gated ? kColumns : kTiles * kColumns;  // of the result
   static constexpr int kMultiplying = kTiles * kWarpgroup;               // threads
   static constexpr int kWarps = kMultiplying / 32;
   // The warps that copy follow those that multiply, then come those of a norm.
   static constexpr int kCopying = kMultiplying + 64;
-  static constexpr int kMostThreads =
-      kIsLarge ? kMultiplying + kWarpgroup : kCopying + kNormThreads;
+  static constexpr int kThreads = kIsLarge ? kMultiplying + kWarpgroup
+                                  : norms  ? kCopying + kNormThreads
+                                           : kCopying;
   static constexpr int kWeightBytes = kTiles * kColumnBytes;
-  static constexpr int kSlotBytes = kWeightBytes + kRows * kRowBytes;
-
-  static int threads(const Linear& linear) {
-    return kIsLarge || norms_in_tiles(linear) ? kMostThreads : kCopying;
-  }
+  static constexpr int kSlotBytes = kWeightBytes + rows * kRowBytes;
+  // Blocks of a multiprocessor: two where a few registers less make room for a second.
+  static constexpr int kResident = gated && rows == 64 && !norms ? 2 : 1;
+  static_assert(!kIsLarge || !norms);
 };
 
 // Registers of a thread that multiplies and of another in a large block, which begins with 168 of
@@ -90,15 +87,15 @@ __device__ __forceinline__ float over_quarters(float x) {
   return x + __shfl_xor_sync(kAllLanes, x, 2);
 }
 
-template <bool gated, int kRows>
-__global__ void __launch_bounds__((Block<gated, kRows>::kMostThreads))
+template <class Block>
+__global__ void __launch_bounds__(Block::kThreads, Block::kResident)
     hopper_kernel(const __grid_constant__ Linear linear, const __grid_constant__ CUtensorMap xs,
                   const __grid_constant__ CUtensorMap kernel,
                   const __grid_constant__ Shares shares) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Block = Block<gated, kRows>;
-  constexpr int kSides = gated ? 2 : 1, kWarps = Block::kWarps, kEights = Block::kEights;
-  constexpr int kMultiplying = Block::kMultiplying;
+  constexpr bool gated = Block::kGated, norms = Block::kNorms;
+  constexpr int kSides = gated ? 2 : 1, kWarps = Block::kWarps, kRows = Block::kRows;
+  constexpr int kEights = Block::kEights, kMultiplying = Block::kMultiplying;
   extern __shared__ char memory[];
   char* shared = memory + (kAlignment - shared_address(memory) % kAlignment) % kAlignment;
   float4* sums_of = reinterpret_cast<float4*>(shared + shares.sums);
@@ -145,7 +142,6 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kMostThreads))
     }
   };
   const int at_once = min(steps, shares.depth);
-  const bool norms = !Block::kIsLarge && norms_in_tiles(linear);
   let_next_start();
   if (copies_weights) {
     if (lane < shares.depth) {
@@ -187,7 +183,7 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kMostThreads))
       if (cluster > 1) cluster_wait();
       return;
     }
-    if (!norms) {
+    if constexpr (!norms) {
       if (cluster > 1) cluster_wait();
       return;
     }
@@ -286,7 +282,8 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kMostThreads))
       }
     }
   };
-  if constexpr (!Block::kIsLarge) load_added();
+  constexpr bool kAddsLate = Block::kIsLarge || gated;  // where registers are few
+  if constexpr (!kAddsLate) load_added();
   if (linear.bias) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -354,7 +351,7 @@ __global__ void __launch_bounds__((Block<gated, kRows>::kMostThreads))
   }
 
   __syncwarp();
-  if constexpr (Block::kIsLarge) load_added();  // there were no registers for them before
+  if constexpr (kAddsLate) load_added();
   if (parts > 1) {
 #pragma unroll
     for (int i = 0; i < kEights; ++i) {
@@ -515,15 +512,14 @@ int most_parts(int tiles, int steps, int resident, int processors) {
 }
 
 // The blocks, two at most, for which a multiprocessor has the registers.
-template <bool gated, int kRows>
-int resident_blocks(const Linear& linear) {
+template <class Block>
+int resident_blocks() {
   static const int registers = [] {
     cudaFuncAttributes attributes{};
-    cudaFuncGetAttributes(&attributes, hopper_kernel<gated, kRows>);
+    cudaFuncGetAttributes(&attributes, hopper_kernel<Block>);
     return std::max(attributes.numRegs, 1);
   }();
-  const int of_block = (registers + 7) / 8 * 8 * Block<gated, kRows>::threads(linear);
-  return std::clamp(kRegisters / of_block, 1, 2);
+  return std::clamp(kRegisters / ((registers + 7) / 8 * 8 * Block::kThreads), 1, 2);
 }
 
 // How a matmul is split, and an estimate of its time.
@@ -546,13 +542,12 @@ int exact_parts(const Linear& linear) {
                     multiprocessors());
 }
 
-template <bool gated, int kRows>
+template <class Block>
 Plan plan_of(const Linear& linear, bool splits, const Times& times) {
-  using Block = Block<gated, kRows>;
   constexpr float kSharing = 1.42f;
-  const int processors = multiprocessors(), resident = resident_blocks<gated, kRows>(linear);
+  const int processors = multiprocessors(), resident = resident_blocks<Block>();
   const int steps = ceil_div(linear.inputs, kStep);
-  const int tiles = ceil_div(linear.outputs, Block::kOutputs) * ceil_div(linear.rows, kRows);
+  const int tiles = ceil_div(linear.outputs, Block::kOutputs) * ceil_div(linear.rows, Block::kRows);
   Plan plan;
   plan.parts = linear.exact ? exact_parts(linear)
                : splits     ? most_parts(tiles, steps, resident, processors)
@@ -563,22 +558,21 @@ Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   const int rounds = ceil_div(blocks, filled * (plan.are_shared ? 2 : 1));
   plan.nanoseconds =
       rounds * (plan.are_shared ? kSharing : 1) *
-      (ceil_div(steps, plan.cluster) * (gated ? times.gated_step : times.step) + times.block);
+      (ceil_div(steps, plan.cluster) * (Block::kGated ? times.gated_step : times.step) + times.block);
   return plan;
 }
 
 // The bytes of shared memory of a block of `plan`, and where it has what; `depth` is 0 if there is
 // no room for two slots: a block loads the weights of a step before it frees the slot of the last.
-template <bool gated, int kRows>
+template <class Block>
 int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
-  using Block = Block<gated, kRows>;
   constexpr int kEights = Block::kEights;
   const auto [cluster, parts, are_shared, _] = plan;
   const int steps = ceil_div(linear.inputs, kStep), most_steps = ceil_div(steps, cluster);
   const int sum_bytes =
       parts > 1 ? cluster * ceil_div(kEights, cluster) * Block::kMultiplying * 16 : 0;
-  const int square_bytes = linear.scale ? parts * kNorming * kRows * 4 : 0;
-  const int scale_bytes = norms_in_tiles(linear) ? most_steps * kRowBytes : 0;
+  const int square_bytes = linear.scale ? parts * kNorming * Block::kRows * 4 : 0;
+  const int scale_bytes = Block::kNorms ? most_steps * kRowBytes : 0;
   // Sums that are sent take the place of slots that have been read if they are many.
   const bool in_slots = Block::kIsLarge && cluster > 1;
   const int other_bytes = kAlignment + (in_slots ? 0 : sum_bytes) + square_bytes + scale_bytes +
@@ -602,11 +596,10 @@ int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
   return other_bytes + shares->depth * slot_bytes;
 }
 
-template <bool gated, int kRows>
+template <class Block>
 const char* launch(const Linear& linear, const Plan& plan, bool early, Stream stream) {
-  using Block = Block<gated, kRows>;
   Shares shares;
-  const int bytes = place_in_memory<gated, kRows>(linear, plan, &shares);
+  const int bytes = place_in_memory<Block>(linear, plan, &shares);
   if (linear.roots) {
     const int norm_bytes = ceil_div(linear.inputs, kStep) * kRowBytes + plan.parts * kNorming * 4;
     if (const char* error = launch_behind(norm_kernel, linear.rows, kNormThreads, norm_bytes, early,
@@ -617,51 +610,55 @@ const char* launch(const Linear& linear, const Plan& plan, bool early, Stream st
   }
   const uint16_t* rows = linear.roots ? linear.scaled : linear.x;
   CUtensorMap xs, kernel;
-  if (const char* error = map_of(rows, linear.inputs, linear.rows, kRows, &xs)) return error;
-  const int columns = linear.outputs * (gated ? 2 : 1);
+  if (const char* error = map_of(rows, linear.inputs, linear.rows, Block::kRows, &xs)) return error;
+  const int columns = linear.outputs * (Block::kGated ? 2 : 1);
   if (const char* error = map_of(linear.kernel, columns, linear.inputs, kStep, &kernel)) {
     return error;
   }
-  const dim3 blocks(plan.cluster, ceil_div(linear.rows, kRows),
+  const dim3 blocks(plan.cluster, ceil_div(linear.rows, Block::kRows),
                     ceil_div(linear.outputs, Block::kOutputs));
-  return launch_clusters(hopper_kernel<gated, kRows>, plan.cluster, blocks, Block::threads(linear),
-                         bytes, early || linear.roots, stream, linear, xs, kernel, shares);
+  return launch_clusters(hopper_kernel<Block>, plan.cluster, blocks, Block::kThreads, bytes,
+                         early || linear.roots, stream, linear, xs, kernel, shares);
 }
 
-template <bool gated>
 struct Tile {
   Plan plan;
   const char* (*launch)(const Linear&, const Plan&, bool, Stream);
 };
 
-// Makes `fastest` a tile of so many rows if it is faster.
-template <bool gated, int kRows>
-void consider(const Linear& linear, const Times& times, Tile<gated>* fastest) {
-  if (Block<gated, kRows>::kIsLarge && norms_in_tiles(linear)) return;
+// Makes `fastest` the tile of `Block` if that is faster.
+template <class Block>
+void consider(const Linear& linear, const Times& times, Tile* fastest) {
   for (const bool splits : {true, false}) {
-    const Plan plan = plan_of<gated, kRows>(linear, splits, times);
+    const Plan plan = plan_of<Block>(linear, splits, times);
     Shares shares;
-    place_in_memory<gated, kRows>(linear, plan, &shares);
+    place_in_memory<Block>(linear, plan, &shares);
     const bool is_faster = !fastest->launch || plan.nanoseconds < fastest->plan.nanoseconds;
-    if (shares.depth && is_faster) *fastest = {plan, launch<gated, kRows>};
+    if (shares.depth && is_faster) *fastest = {plan, launch<Block>};
   }
 }
 
-template <bool gated>
+template <bool gated, bool norms>
 const char* launch_fastest(const Linear& linear, bool early, Stream stream) {
   // Of the smallest tile there is always room for two slots, so that some tile is the fastest.
-  using Smallest = Block<gated, 32>;
+  using Smallest = Block<gated, 32, norms>;
   constexpr int kMostSums = (Smallest::kEights + kMostCluster - 1) * Smallest::kMultiplying * 16;
   constexpr int kMostOther = kAlignment + kMostSums + kMostCluster * kNorming * 32 * 4 +
                              kTileInputs * 2 + 2 * int(sizeof(uint64_t));
   static_assert(kMultiprocessorBytes - kReservedBytes - kMostOther >=
                 2 * (Smallest::kSlotBytes + 3 * int(sizeof(uint64_t))));
-  Tile<gated> fastest{};
-  consider<gated, 32>(linear, {160, 290, 1400}, &fastest);
-  consider<gated, 64>(linear, {220, 400, 2100}, &fastest);
-  consider<gated, 128>(linear, {300, 470, 3300}, &fastest);
-  consider<gated, 192>(linear, {320, 550, 6500}, &fastest);
+  Tile fastest{};
+  consider<Block<gated, 32, norms>>(linear, {160, 290, 1400}, &fastest);
+  consider<Block<gated, 64, norms>>(linear, {220, 400, 2100}, &fastest);
+  consider<Block<gated, 128, norms>>(linear, {300, 470, 3300}, &fastest);
+  if constexpr (!norms) consider<Block<gated, 192, norms>>(linear, {320, 550, 6500}, &fastest);
   return fastest.launch(linear, fastest.plan, early, stream);
+}
+
+template <bool gated>
+const char* launch_kind(const Linear& linear, bool early, Stream stream) {
+  const bool norms = linear.scale && !linear.roots;  // in the tiles
+  return (norms ? launch_fastest<gated, true> : launch_fastest<gated, false>)(linear, early, stream);
 }
 
 }  // namespace
@@ -671,8 +668,7 @@ const char* linear_hopper(const Linear& linear, bool early, Stream stream) {
   if (!is_hopper()) {
     return "a matmul of so many rows, or an exact one, needs compute capability 9.0";
   }
-  return linear.gated ? launch_fastest<true>(linear, early, stream)
-                      : launch_fastest<false>(linear, early, stream);
+  return (linear.gated ? launch_kind<true> : launch_kind<false>)(linear, early, stream);
 }
 
 }  // namespace jspec
