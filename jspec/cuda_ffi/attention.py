@@ -71,7 +71,7 @@ def exact_attention_cuda(
     """
     arrays = q, k, v, positions
     pieces = [
-        _launch("attention", *piece, scale=scale, parts=_exact_parts(k))[:2]
+        _launch("attention", *piece, scale=scale, **_exact_split(q, k))[:2]
         for piece in _pieces(*arrays)
     ]
     out, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True))
@@ -86,7 +86,7 @@ def exact_scored_attention_cuda(
     A launch scores the keys up to the last that one of its tokens reads, so each piece scores.
     """
     pieces = _pieces(q, k, v, positions)
-    static = {"scale": scale, "parts": _exact_parts(k)}
+    static = {"scale": scale, **_exact_split(q, k)}
     results = [_launch("scored_attention", *piece, probe, **static) for piece in pieces]
     out, lse = (jnp.concatenate([x[i] for x in results], axis=1) for i in range(2))
     scores = results[0][4]
@@ -96,8 +96,8 @@ def exact_scored_attention_cuda(
     return out, lse, scores
 
 
-def _exact_parts(k: Array) -> int:
-    """Into how many parts an exact attention splits the keys of a head.
+def _exact_split(q: Array, k: Array) -> dict[str, int]:
+    """Into how many parts an exact attention splits the keys of a head, and by how many blocks.
 
     The part of a key follows from its position and the heads. In a cache that has keys for fewer
     parts, the merge would add nothing for the others.
@@ -110,7 +110,19 @@ def _exact_parts(k: Array) -> int:
         )
     sizes = {"kv_heads": kv_heads, "channels": size}
     programs = tuned.block("exact_attention", "cuda", sizes)["programs"]
-    return min(max(programs // kv_heads, 1), MAX_PARTS, -(-slots // BLOCK))
+    together = _together(q.shape[2] // kv_heads)
+    most = -(-slots // (together * BLOCK))
+    return {"parts": min(max(programs // kv_heads, 1), MAX_PARTS, most), "together": together}
+
+
+def _together(group: int) -> int:
+    """How many neighbouring blocks belong to a part: the power of 2 nearest to 2 * ``group``.
+
+    A pass over few tokens then writes little of a part, a float a channel for every query row,
+    beside the keys and values that it reads.
+    """
+    below = 1 << group.bit_length()  # the highest power of 2 that is at most 2 * group
+    return below if 2 * group <= 1.5 * below else 2 * below
 
 
 def _pieces(q: Array, k: Array, v: Array, positions: Array) -> list[tuple[Array, ...]]:
@@ -122,9 +134,9 @@ def _pieces(q: Array, k: Array, v: Array, positions: Array) -> list[tuple[Array,
 
 
 def _launch(
-    target: str, *arrays: Array, scale: float, parts: int | None = None
+    target: str, *arrays: Array, scale: float, parts: int | None = None, together: int = 1
 ) -> tuple[Array, ...]:
-    """``parts``: None for as many as take the least time."""
+    """Block i is in part i // ``together`` % ``parts``; None for as many as take the least time."""
     q, k = arrays[:2]
     (batch, tokens, heads, size), (slots, kv_heads) = q.shape, k.shape[1:3]
     if parts is None:
@@ -142,6 +154,7 @@ def _launch(
         vmap_method="sequential",
         scale=np.float32(scale),
         parts=np.int32(parts),
+        together=np.int32(together),
     )
 
 

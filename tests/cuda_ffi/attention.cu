@@ -25,7 +25,7 @@ std::vector<uint8_t> random_cache(size_t count, bool narrow) {
 }
 
 bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels, int parts,
-         bool scored, bool narrow) {
+         int together_log2, bool scored, bool narrow) {
   const int rows = tokens * group, heads = batch * kv_heads;
   std::vector<uint16_t> q = random_values(size_t(heads) * rows * channels);
   const size_t cached = size_t(heads) * slots * channels;
@@ -55,11 +55,11 @@ bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels
   const Attention host{q.data(), k.data(), v.data(), positions.data(),
                        scored ? probe.data() : nullptr, out.data(), lse.data(), scores.data(),
                        nullptr, nullptr, batch, slots, kv_heads, tokens, group, channels, parts,
-                       0.1f, narrow};
+                       together_log2, 0.1f, narrow};
   const Attention device{d_q.data, d_k.data, d_v.data, d_positions.data,
                          scored ? d_probe.data : nullptr, d_out.data, d_lse.data, d_scores.data,
                          partial_out.data, partial_sums.data, batch, slots, kv_heads, tokens, group,
-                         channels, parts, 0.1f, narrow};
+                         channels, parts, together_log2, 0.1f, narrow};
   launched(attention_on_host(host, nullptr));
   launched(attention(device, nullptr));
   // Scores past a row's end are not specified: there the host left 0.
@@ -71,8 +71,9 @@ bool run(int batch, int slots, int kv_heads, int tokens, int group, int channels
     good &= scores[i] == 0 || std::abs(got[i] - scores[i]) <= 1e-2f;
   }
   if (!good) {
-    std::printf("wrong: B=%d S=%d K=%d T=%d G=%d H=%d parts=%d scored=%d narrow=%d\n", batch,
-                slots, kv_heads, tokens, group, channels, parts, scored, narrow);
+    std::printf("wrong: B=%d S=%d K=%d T=%d G=%d H=%d parts=%d together=2^%d ", batch, slots, kv_heads,
+                tokens, group, channels, parts, together_log2);
+    std::printf("scored=%d narrow=%d\n", scored, narrow);
   }
   return good;
 }
@@ -88,7 +89,7 @@ int main() {
   int wrong = 0;
   for (const auto& c : cases) {
     for (int kind = 0; kind < 3; ++kind) {
-      wrong += !run(c[0], c[1], c[2], c[3], c[4], c[5], c[6], kind > 0, kind > 1);
+      wrong += !run(c[0], c[1], c[2], c[3], c[4], c[5], c[6], kind, kind > 0, kind > 1);
     }
   }
   std::printf("%d wrong\n", wrong);

@@ -25,6 +25,7 @@ CASES = [
     Case("full-tiles", 16, 400, (400, 16, 129), heads=8, kv_heads=1, **HALF),
     Case("tile-and-a-half", 12, 640, (640, 257, 12), heads=16, kv_heads=2, **HALF),
     Case("two-halves", 10, 296, (290, 128), padded=(3, 0), heads=12, kv_heads=3, **HALF),
+    Case("tile-and-probe", 16, 296, (290, 128), heads=8, kv_heads=2, **HALF),
     Case("many-tokens", 32, 200, (200, 64), padded=(0, 32), heads=3, kv_heads=1, **HALF),
     Case("scaled", 7, 152, (152, 100), heads=18, kv_heads=2, scale=0.5, **HALF),
     # Rows of 128 channels: less than half a tile, most of one, all of one, and more than one.
@@ -167,11 +168,13 @@ class TwoParts:
 
 
 @by_name([*EXACT[:2], pytest.param(EXACT[2], marks=pytest.mark.slow)])
-def test_a_token_of_an_exact_attention_has_the_bits_of_any_pass(case, kernel):
+def test_a_token_of_an_exact_attention_has_the_bits_of_any_pass(case, kernel, monkeypatch):
     """Alone, with any others, in another batch, in a larger cache and where keys are scored."""
     x = inputs(case, junk=np.nan)
     operands, _ = arrays(x, case)
     q, k, v, positions, probe = map(np.asarray, operands)
+
+    monkeypatch.setattr(kernels, "_together", lambda _group: 2)  # few keys have several parts
 
     def run(*arrays, backend=kernels.EXACT):
         if reason := backend.supports(*arrays, **settings(case)):
@@ -202,6 +205,11 @@ def test_a_token_of_an_exact_attention_has_the_bits_of_any_pass(case, kernel):
         at = np.broadcast_to(read[:, None], expected.shape)
         expected = expected[at] * settings(case)["scale"]
         np.testing.assert_allclose(scores[at], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_an_exact_attention_have_256_keys_or_so_for_each_query_head():
+    expected = {1: 2, 2: 4, 3: 4, 4: 8, 7: 16, 8: 16, 63: 128}
+    assert {group: kernels._together(group) for group in expected} == expected
 
 
 def test_an_exact_attention_names_a_capacity_that_its_kernel_cannot_read():

@@ -157,7 +157,7 @@ ATTENDED = [*HALVES, ((B, 3), jnp.int32)]
 PARTS = [((B, 2, 16, 6, size), jnp.float32) for size in (64, 2)]
 RESULTS = [HALVES[0], ((B, 3, 4), jnp.float32), *PARTS]
 SELECTED, TAIL = ((B, 2, 33), jnp.int32), ((B, 5), jnp.int32)
-ATTENTION = {"scale": np.float32(0.1), "parts": np.int32(16)}
+ATTENTION = {"scale": np.float32(0.1), "parts": np.int32(16), "together": np.int32(1)}
 # A good call of each target: arguments, results, attributes, aliases.
 CALLS = {
     "verify_greedy": (TOKENS, VERIFIED, {"warps": np.int32(1)}, None),
@@ -331,7 +331,8 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         ("hash_select", {"chunk": np.int32(300)}, "chunk=300 must be a power of 2 in 256"),
         ("hash_select", {"parts": np.int32(0)}, r"parts=0 in 1\.\.1024"),
         ("hash_attention", {"tail": np.int32(0)}, "tail=0 must be"),
-        ("attention", {"parts": np.int32(129)}, "129 parts must have .* up to 128 parts"),
+        ("attention", {"parts": np.int32(129)}, "129 parts and 1 .* must have .* up to 128 parts"),
+        ("attention", {"together": np.int32(3)}, "3 blocks together must .* power of 2 up to 128"),
         (
             "gathered_attention",
             {"stages": np.int32(9)},
@@ -358,6 +359,7 @@ def test_a_wrong_number_of_buffers_is_an_invalid_argument(target, kernels):
         "parts",
         "tail",
         "attention-parts",
+        "attention-together",
         "gathered-stages",
         "none",
         "sinks",

@@ -17,13 +17,13 @@ namespace {
 
 // The warp that copies all keys and values of this program's items.
 template <int kChannels>
-__device__ void copy_all(const Attention& a, const CUtensorMap& keys, const CUtensorMap& values,
-                         Shared<kChannels, false>& shared, int items) {
+__device__ void copy_all(const Work& a, const CUtensorMap& keys, const CUtensorMap& values,
+                         Shared<kChannels, false>& shared) {
   constexpr int kChunks = kChannels / kChunk;
   const int lane = threadIdx.x % 32;
   Place<Shared<kChannels, false>::kStages> place;
   uint32_t last_phase = 0;
-  each_block(a, items, [&](const Item& item, int key, int end) {
+  each_block(a, [&](const Item& item, int key, int end) {
     const int slot = place.slot;
     char* to = shared.values[slot];
     barrier_wait(&shared.keys_free[slot], place.phase ^ 1);
@@ -57,8 +57,8 @@ __device__ void copy_all(const Attention& a, const CUtensorMap& keys, const CUte
 // rows if kFull; otherwise every other eight of its rows are unused. `probes`: the last row of the
 // tile is the query that only scores.
 template <int kChannels, bool kNarrow, bool kFull, bool kBoth>
-__device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, int items,
-                        int tile, int half, int first, bool probes) {
+__device__ void compute(const Work& a, Shared<kChannels, kNarrow>& shared, int tile, int half,
+                        int first, bool probes) {
   constexpr int kRows = kFull ? 2 : 1, kChunks = kChannels / kChunk;
   constexpr int kStages = Shape<kChannels, kNarrow>::kStages;
   constexpr int kSteps = kBoth ? 2 : 1;  // steps per block
@@ -68,8 +68,7 @@ __device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, 
   for (int i = 0; i < kRows; ++i) row_of[i] = first + warp * 8 * kRows + eighth + 8 * i;
   const bool is_probe = probes && warp == 3 && eighth == 7;
   Place<kStages> place;
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
-    const Item item(a, index);
+  for (Item item = a.item(blockIdx.x); item.row < a.batch; item = a.after(item)) {
     const int64_t head = int64_t(item.row) * a.kv_heads + item.head;
     const int position = lane_position(a, item.row, lane);
     Softmax<kRows> softmax;
@@ -97,8 +96,8 @@ __device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, 
       }
     }
     const int end = end_of(a, position), common = min(common_end_of(position), end);
-    const int steps = kSteps * item.count((end + kBlock - 1) / kBlock);
-    const int unmasked = kSteps * item.count(common / kBlock);
+    const int steps = kSteps * a.count(item.part, (end + kBlock - 1) / kBlock);
+    const int unmasked = kSteps * a.count(item.part, common / kBlock);
     const int64_t part = (head * a.parts + item.part) * rows;
     float2* sums_of = reinterpret_cast<float2*>(a.partial_sums) + part;
     const bool writes = kBoth || half == 0;
@@ -120,13 +119,15 @@ __device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, 
     // The scores of a step; its keys are free after the last step of a block. Past the last step
     // this multiplies anything, and nothing reads it.
     const auto score = [&](int step) {
-      multiply_keys<kChannels, kNarrow>(scores, q, shared.keys[place.slot] + half_of(step) * kHalfBytes);
+      const char* keys = shared.keys[place.slot] + half_of(step) * kHalfBytes;
+      multiply_keys<kChannels, kNarrow>(scores, q, keys);
       await_matmul(scores);
       if (step < steps && step % kSteps == kSteps - 1) release(shared.keys_free, place.slot);
     };
     const auto take = [&](auto masked, int step) {
       constexpr bool kMasked = decltype(masked)::value;
-      const int key = item.first_key(step / kSteps) + half_of(step) * kHalf, slot = place.slot;
+      const int slot = place.slot;
+      const int key = a.first_key(item.part, step / kSteps) + half_of(step) * kHalf;
       if (__builtin_expect(is_probe, false)) {
         float* to = a.scores + head * a.slots + key + 2 * quarter;
         for (int j = 0; j < 8; ++j) {
@@ -221,58 +222,63 @@ __device__ void compute(const Attention& a, Shared<kChannels, kNarrow>& shared, 
 
 template <int kChannels, bool kNarrow>
 __global__ void __launch_bounds__(Shape<kChannels, kNarrow>::kThreads, 1)
-    attention_parts(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap keys,
+    attention_parts(const __grid_constant__ Work a, const __grid_constant__ CUtensorMap keys,
                     const __grid_constant__ CUtensorMap values) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = Shape<kChannels, kNarrow>;
   extern __shared__ char memory[];
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kAlignment - 1) & -kAlignment;
   auto& shared = *reinterpret_cast<Shared<kChannels, kNarrow>*>(begin);
+  const int rows = a.tokens * a.group;
+  const bool scored = a.probe != nullptr;
+  // Warpgroups that compute: of 64 channels those of a tile that is not empty, as the instructions
+  // of others would delay them.
+  const int computing = kChannels == 64 && rows + scored <= 64 ? 2 : Shape::kComputing;
   if (threadIdx.x == 0) {
     constexpr int kFilling = kNarrow ? 4 : 1;  // a lane of each warp that converts, or the copy
     barrier_init(&shared.last_full, 1);
     for (int i = 0; i < Shape::kStages; ++i) {
       barrier_init(&shared.keys_full[i], kFilling);
       barrier_init(&shared.values_full[i], kFilling);
-      barrier_init(&shared.keys_free[i], Shape::kComputing * 4);  // a lane of each warp
-      barrier_init(&shared.values_free[i], Shape::kComputing * 4);
+      barrier_init(&shared.keys_free[i], computing * 4);  // a lane of each warp
+      barrier_init(&shared.values_free[i], computing * 4);
     }
     if constexpr (kNarrow) init_barriers(shared.arriving);
     publish_barriers();
   }
   __syncthreads();
-  const int items = a.batch * a.kv_heads * a.parts, rows = a.tokens * a.group;
   const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / kWarpgroup, 0);
-  const bool scored = a.probe != nullptr;
   if (warpgroup == Shape::kWarpgroups - 1) {
     release_registers<Shape::kCopyRegisters>();
-    if (threadIdx.x % kWarpgroup < 32) copy_all(a, keys, values, shared, items);
+    if (threadIdx.x % kWarpgroup < 32) copy_all(a, keys, values, shared);
     return;
   }
   if constexpr (kNarrow) {
     if (warpgroup == Shape::kComputing) {
       release_registers<Shape::kConvertRegisters>();
-      convert_all(a, shared, items);
+      convert_all(a, shared);
       return;
     }
   }
+  if (warpgroup >= computing) return;
   take_registers<Shape::kComputeRegisters>();
   if constexpr (kChannels == 64) {
-    const int tile = warpgroup / 2, half = warpgroup % 2, first = tile * (rows > 64 ? 64 : 32);
+    const int tile = warpgroup / 2, half = warpgroup % 2, first = tile * 64;
+    const bool probes = scored && tile == computing / 2 - 1;
     // Unused rows cost no softmax: a tile is full only where it must be.
-    if (rows > (tile ? 96 : 64)) {
-      compute<64, kNarrow, true, false>(a, shared, items, tile, half, first, scored && tile);
+    if (rows > first + 32) {
+      compute<64, kNarrow, true, false>(a, shared, tile, half, first, probes);
     } else {
-      compute<64, kNarrow, false, false>(a, shared, items, tile, half, first, scored && tile);
+      compute<64, kNarrow, false, false>(a, shared, tile, half, first, probes);
     }
   } else {
     const int half = warpgroup;
     if (rows + scored > 64) {
-      compute<128, kNarrow, true, true>(a, shared, items, half, 0, half * 64, scored && half);
+      compute<128, kNarrow, true, true>(a, shared, half, 0, half * 64, scored && half);
     } else if (rows > 32) {
-      compute<128, kNarrow, true, false>(a, shared, items, 0, half, 0, scored);
+      compute<128, kNarrow, true, false>(a, shared, 0, half, 0, scored);
     } else {
-      compute<128, kNarrow, false, false>(a, shared, items, 0, half, 0, scored);
+      compute<128, kNarrow, false, false>(a, shared, 0, half, 0, scored);
     }
   }
 #endif
@@ -297,7 +303,8 @@ const char* launch_parts(const Attention& a, const CUtensorMap& keys, const CUte
   constexpr int kBytes = sizeof(Shared<kChannels, kNarrow>) + kAlignment;
   static_assert(kBytes <= 227 * 1024);
   return launch_behind(attention_parts<kChannels, kNarrow>, blocks,
-                       Shape<kChannels, kNarrow>::kThreads, kBytes, false, stream, a, keys, values);
+                       Shape<kChannels, kNarrow>::kThreads, kBytes, false, stream,
+                       Work(a, blocks), keys, values);
 }
 
 template <int kChannels>

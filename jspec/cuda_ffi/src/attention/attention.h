@@ -10,8 +10,8 @@ namespace jspec {
 
 constexpr int kMaxRows = 128;  // query rows that share a key-value head
 constexpr int kMaxTokens = 32;
-// The keys of a head are distributed in blocks, block i to part i % parts, whatever their number.
-constexpr int kBlock = 128;
+constexpr int kBlock = 128;  // keys; a head's are distributed by blocks
+constexpr int kMaxTogetherLog2 = 7;
 
 struct Attention {
   const uint16_t* q;         // [batch, tokens, kv_heads, group, channels]
@@ -31,6 +31,7 @@ struct Attention {
   int32_t group;
   int32_t channels;  // of a head: 64 or 128
   int32_t parts;     // into which the keys of a head are split
+  int32_t together_log2;  // block i is in part (i >> together_log2) % parts, whatever their number
   float scale;
   bool narrow;  // whether keys and values have 8 bits
 };

@@ -7,7 +7,8 @@ namespace jspec {
 // After output and log-sum-exp come two arrays of partial results, which the kernels pass on. A
 // probe is the last argument, and its scores are the last result.
 ffi::Error attend(Stream stream, const ffi::RemainingArgs& arguments,
-                  const ffi::RemainingRets& results, float scale, int32_t parts, bool scored) {
+                  const ffi::RemainingRets& results, float scale, int32_t parts, int32_t together,
+                  bool scored) {
   ffi::Error error = check_count(arguments, 4 + scored, results, 4 + scored);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
@@ -18,16 +19,20 @@ ffi::Error attend(Stream stream, const ffi::RemainingArgs& arguments,
   const int64_t batch = q[0], tokens = q[1], heads = q[2], slots = k[1], kv_heads = k[2];
   const int64_t channels = q[3], group = kv_heads > 0 ? heads / kv_heads : 0;
   const int64_t rows = tokens * group;
+  int32_t together_log2 = 0;
+  while (1 << together_log2 < together && together_log2 < kMaxTogetherLog2) ++together_log2;
   const bool fits = group * kv_heads == heads && rows >= 1 && tokens <= kMaxTokens &&
                     rows <= kMaxRows - scored && slots >= 1 && slots % 8 == 0 && batch >= 1 &&
                     (channels == 64 || channels == 128) && parts >= 1 && parts <= kMaxParts &&
+                    together == 1 << together_log2 &&
                     batch * kv_heads * std::max(slots, parts * rows) <= INT32_MAX &&
                     slots <= INT32_MAX - 2 * kBlock && scale > 0;
   if (!fits) {
-    return invalid("q ", buffers[0], ", k ", buffers[1], ", scale ", scale, " and ", parts,
-                   " parts must have up to ", kMaxTokens, " tokens, ", kMaxRows - scored,
-                   " rows a head, 64 or 128 channels, slots in eights, a positive scale and up to ",
-                   kMaxParts, " parts");
+    return invalid("q ", buffers[0], ", k ", buffers[1], ", scale ", scale, ", ", parts,
+                   " parts and ", together, " blocks together must have up to ", kMaxTokens,
+                   " tokens, ", kMaxRows - scored,
+                   " rows a head, 64 or 128 channels, slots in eights, a positive scale, up to ",
+                   kMaxParts, " parts and together a power of 2 up to ", 1 << kMaxTogetherLog2);
   }
   const auto BF16 = ffi::DataType::BF16, F32 = ffi::DataType::F32;
   const auto F8 = ffi::DataType::F8E4M3FN;
@@ -62,27 +67,30 @@ ffi::Error attend(Stream stream, const ffi::RemainingArgs& arguments,
                 scored ? floats(first + 4) : nullptr, floats(first + 2), floats(first + 3),
                 static_cast<int32_t>(batch), static_cast<int32_t>(slots),
                 static_cast<int32_t>(kv_heads), static_cast<int32_t>(tokens),
-                static_cast<int32_t>(group), static_cast<int32_t>(channels), parts, scale,
-                narrow},
+                static_cast<int32_t>(group), static_cast<int32_t>(channels), parts,
+                together_log2, scale, narrow},
       stream));
 }
 
 ffi::Error attend_alone(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-                        float scale, int32_t parts) {
-  return attend(stream, arguments, results, scale, parts, false);
+                        float scale, int32_t parts, int32_t together) {
+  return attend(stream, arguments, results, scale, parts, together, false);
 }
 
 ffi::Error attend_and_score(Stream stream, ffi::RemainingArgs arguments,
-                            ffi::RemainingRets results, float scale, int32_t parts) {
-  return attend(stream, arguments, results, scale, parts, true);
+                            ffi::RemainingRets results, float scale, int32_t parts,
+                            int32_t together) {
+  return attend(stream, arguments, results, scale, parts, together, true);
 }
 
 }  // namespace jspec
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_attention, jspec::attend_alone,
-                              JSPEC_BIND().Attr<float>("scale").Attr<int32_t>("parts"),
+#define JSPEC_BIND_ATTENTION() \
+  JSPEC_BIND().Attr<float>("scale").Attr<int32_t>("parts").Attr<int32_t>("together")
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_attention, jspec::attend_alone, JSPEC_BIND_ATTENTION(),
                               {jspec::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jspec_scored_attention, jspec::attend_and_score,
-                              JSPEC_BIND().Attr<float>("scale").Attr<int32_t>("parts"),
+                              JSPEC_BIND_ATTENTION(),
                               {jspec::ffi::Traits::kCmdBufferCompatible});

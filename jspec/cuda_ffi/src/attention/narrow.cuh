@@ -25,11 +25,11 @@ __device__ void init_barriers(Arriving<kChannels, true>& arriving) {
 
 // The warp that copies all keys and values of this program's items.
 template <int kChannels>
-__device__ void copy_all(const Attention& a, const CUtensorMap& keys, const CUtensorMap& values,
-                         Shared<kChannels, true>& shared, int items) {
+__device__ void copy_all(const Work& a, const CUtensorMap& keys, const CUtensorMap& values,
+                         Shared<kChannels, true>& shared) {
   auto& arriving = shared.arriving;
   Place<Arriving<kChannels, true>::kStages> place;
-  each_block(a, items, [&](const Item& item, int key, int) {
+  each_block(a, [&](const Item& item, int key, int) {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
       uint64_t* full = &arriving.full[which][place.slot];
@@ -71,11 +71,11 @@ __device__ __forceinline__ void convert_block(char* to, const char* from, int co
 
 // The warpgroup that converts all keys and values of this program's items.
 template <int kChannels>
-__device__ void convert_all(const Attention& a, Shared<kChannels, true>& shared, int items) {
+__device__ void convert_all(const Work& a, Shared<kChannels, true>& shared) {
   auto& arriving = shared.arriving;
   Place<Arriving<kChannels, true>::kStages> from;
   Place<Shared<kChannels, true>::kStages> to;
-  each_block(a, items, [&](const Item&, int key, int end) {
+  each_block(a, [&](const Item&, int key, int end) {
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
       barrier_wait(&arriving.full[which][from.slot], from.phase);

@@ -1,6 +1,7 @@
 // What a program of attention has: its shared memory, its registers, and its work.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 #include "attention/hopper.cuh"
@@ -12,9 +13,9 @@ constexpr uintptr_t kAlignment = 1024;  // of blocks, for copies and matmuls
 
 // What depends on the channels of a head: warpgroups that compute, stages (blocks of keys, and of
 // values, in flight) and registers per thread. With 64 channels two tiles of query rows have two
-// warpgroups each. With 128, whose sums are twice as many, two warpgroups have a tile together, or
-// one each where there are two tiles. Of a cache of 8 bits (kNarrow), blocks arrive in stages of
-// their own, and a warpgroup converts them.
+// warpgroups each, and those of an empty tile end at once. With 128, whose sums are twice as many,
+// two warpgroups have a tile together, or one each where there are two tiles. Of a cache of 8 bits
+// (kNarrow), blocks arrive in stages of their own, and a warpgroup converts them.
 template <int kChannels, bool kNarrow>
 struct Shape {
   static constexpr int kChunks = kChannels / kChunk, kBlockBytes = kChunks * kChunkBytes;
@@ -72,19 +73,43 @@ struct Place {
 
 // A work item: a part of the keys of a row's head.
 struct Item {
-  int row, head, part, parts;
+  int row, head, part;
+};
 
-  __device__ Item(const Attention& a, int index)
-      : row(index / (a.kv_heads * a.parts)),
-        head(index % a.kv_heads),
-        part(index / a.kv_heads % a.parts),
-        parts(a.parts) {}
+// The work of a launch, whose items its programs take in turn. Items have no divisions: their
+// instructions, in each warp, would take longer than to read a block.
+struct Work : Attention {
+  Item step;              // from an item of a program to its next
+  uint32_t turn_inverse;  // 2^32 over the blocks of a turn, in which each part has 2^together_log2
 
-  // How many of the first `blocks` blocks of a row belong to this part.
-  __device__ int count(int blocks) const {
-    return blocks > part ? (blocks - part + parts - 1) / parts : 0;
+  Work(const Attention& a, int programs) : Attention(a) {
+    if (parts == 1) together_log2 = 1;  // changes nothing, and the inverse of 1 is out of range
+    step = item(programs);
+    turn_inverse = UINT32_MAX / (parts << together_log2) + 1;
   }
-  __device__ int first_key(int block) const { return (block * parts + part) * kBlock; }
+
+  JSPEC_HOST_DEVICE Item item(int index) const {
+    return {index / (kv_heads * parts), index % kv_heads, index / kv_heads % parts};
+  }
+  __device__ __forceinline__ Item after(Item item) const {
+    item.head += step.head, item.part += step.part, item.row += step.row;
+    if (item.head >= kv_heads) item.head -= kv_heads, ++item.part;
+    if (item.part >= parts) item.part -= parts, ++item.row;
+    return item;
+  }
+  // How many of the first `blocks` blocks of a row belong to a part.
+  __device__ __forceinline__ int count(int part, int blocks) const {
+    const int turn = parts << together_log2, together = 1 << together_log2;
+    int turns = int(uint64_t(blocks) * turn_inverse >> 32);
+    if (turns * turn > blocks) --turns;  // the inverse is rounded up
+    const int rest = blocks - turns * turn - (part << together_log2);
+    return (turns << together_log2) + min(max(rest, 0), together);
+  }
+  // The first key of block number `block` of a part.
+  __device__ __forceinline__ int first_key(int part, int block) const {
+    const int turn = block >> together_log2, at = block - (turn << together_log2);
+    return (((turn * parts + part) << together_log2) + at) * kBlock;
+  }
 };
 
 // The position of a row's query number `lane`, -1 for none.
@@ -100,16 +125,17 @@ __device__ int end_of(const Attention& a, int position) {
 // Calls body(item, key, end) for each block of the keys of this program's items: its first key, and
 // where the keys end that some query reads. All lanes of a warp call it.
 template <typename Body>
-__device__ __forceinline__ void each_block(const Attention& a, int items, Body body) {
+__device__ __forceinline__ void each_block(const Work& a, Body body) {
   const int lane = threadIdx.x % 32;
-  int position = lane_position(a, Item(a, blockIdx.x).row, lane);
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
-    const Item item(a, index);
+  Item item = a.item(blockIdx.x);
+  int position = lane_position(a, item.row, lane);
+  while (item.row < a.batch) {
     const int end = end_of(a, position);
-    // Read one item ahead.
-    position = lane_position(a, Item(a, min(index + gridDim.x, items - 1)).row, lane);
-    const int count = item.count((end + kBlock - 1) / kBlock);
-    for (int i = 0; i < count; ++i) body(item, item.first_key(i), end);
+    const Item next = a.after(item);
+    position = lane_position(a, min(next.row, a.batch - 1), lane);  // read one item ahead
+    const int count = a.count(item.part, (end + kBlock - 1) / kBlock);
+    for (int i = 0; i < count; ++i) body(item, a.first_key(item.part, i), end);
+    item = next;
   }
 }
 
