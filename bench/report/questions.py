@@ -99,7 +99,7 @@ QUESTIONS = (
         MODELS,
         "Greedy, the same prompts and weights, over jspec's plain decoding without exact mode. "
         "With [`exact`](exact.md) drafts change no token: *same answers* are plain decoding's, "
-        "token for token.",
+        "token for token, in exact mode those with vegas.",
         real.decoders,
         5,
     ),

@@ -57,7 +57,7 @@ def _verdict(runs: Sequence[Run]) -> str:
     best: list[float] = []
     slower: dict[str, dict[str, dict[str, None]]] = {}
     for cell in (x for run in runs for pair in pairs(run.result) for x in pair.cells):
-        row = cell.drafters.get(VEGAS)
+        row = cell.shown.get(VEGAS)
         speed = None if row is None else cell.speed(row)
         best += [] if speed is None else [speed]
         if speed is not None and is_slower(speed):

@@ -73,7 +73,7 @@ def _speeds(cell: Cell | None) -> dict[str, str]:
         return line
     for first in cell.ranked[:1]:
         line["fastest"] = f"{first['name']} {ratio(cell.speed(first))}"
-    row = cell.drafters.get(VEGAS)
+    row = cell.shown.get(VEGAS)
     if row is None:
         return line | ({"vegas, tokens/step": "not timed"} if VEGAS in cell.not_timed else {})
     steady, batch = (ratio(cell.speed(row, rate)) for rate in (steady_rate, batch_rate))
@@ -167,28 +167,32 @@ def decoders(runs: Sequence[Run]) -> Iterator[Line]:
             case = cell.case | {"exact": "no", "drafts": ""}
             usual = next((x for x in every if x.case | {"drafts": ""} == case), None)
             if cell.exact and usual is not None and usual.plain is not None:
-                for row in (cell.plain, cell.drafters.get(VEGAS)):
-                    if row is not None:
-                        yield Line(at | _exact(row, usual))
+                yield Line(at | _exact(cell, usual))
             for row in cell.rivals.values():
                 speed = {"tok/s": tokens_per_second(row), "vs jspec": ratio(cell.speed(row))}
-                same = {"same answers": _same(row), "vegas without exact": ""}
+                same = {"with vegas": "", "same answers": _same(row), "vegas without exact": ""}
                 yield Line(at | {"decoder": DECODERS[row["name"]]} | speed | same)
 
 
-def _exact(row: Row, usual: Cell) -> dict[str, str]:
+def _exact(cell: Cell, usual: Cell) -> dict[str, str]:
     """Plain decoding and vegas with a level of ``exact``, over plain decoding without one."""
-    assert usual.plain is not None
-    plain, rate = steady_rate(usual.plain), steady_rate(row)
-    other, is_plain = usual.drafters.get(row["name"]), row["name"] == PLAIN
-    return {
-        "decoder": f"jspec, exact {row['case']['exact']}"
-        + ("" if is_plain else f", {row['name']}"),
-        "tok/s": tokens_per_second(row),
-        "vs jspec": "" if plain is None or rate is None else ratio(rate / plain),
-        "same answers": "" if is_plain else _same(row),
-        "vegas without exact": "" if other is None else _same(other),
-    }
+    row, vegas = cell.plain, cell.drafters.get(VEGAS)
+    line = {"decoder": f"jspec, exact {cell.case['exact']}"}
+    if row is not None:
+        line |= {"tok/s": tokens_per_second(row), "vs jspec": _over(row, usual)}
+    if vegas is not None:
+        without = usual.of_result(vegas).drafters.get(VEGAS)
+        line |= {"with vegas": _over(vegas, usual), "same answers": _same(vegas)}
+        line |= {} if without is None else {"vegas without exact": _same(without)}
+    return line
+
+
+def _over(row: Row, usual: Cell) -> str:
+    """The speed over plain decoding without ``exact``, of the same result if that has it."""
+    usual_plain = usual.of_result(row).plain
+    plain = None if usual_plain is None else steady_rate(usual_plain)
+    rate = steady_rate(row)
+    return "" if plain is None or rate is None else ratio(rate / plain)
 
 
 def _same(row: Row) -> str:
@@ -201,7 +205,7 @@ def limited(runs: Sequence[Run]) -> Iterator[Line]:
     for run in runs:
         for pair in headlines(pairs(run.result)):
             cell = pair.greedy
-            vegas = None if cell is None else cell.drafters.get(VEGAS)
+            vegas = None if cell is None else cell.shown.get(VEGAS)
             if cell is None or cell.plain is None or vegas is None:
                 continue
             plain_row, time = plain_of(vegas, cell.rows), step_ms(vegas)

@@ -55,6 +55,13 @@ class Cell:
         return self._last(DRAFTERS)
 
     @functools.cached_property
+    def shown(self) -> dict[str, Row]:
+        """As `drafters`, but the rows beside `plain` of those that its run has."""
+        run = None if self.plain is None else self.plain["run"]
+        beside = {row["name"]: row for row in self._timed if row["run"] == run}
+        return {name: beside.get(name, row) for name, row in self.drafters.items()}
+
+    @functools.cached_property
     def lossy(self) -> dict[str, Row]:
         """The last timed row of each lossy policy, which competes with no drafter."""
         return self._last(tuple(LOSSY))
@@ -67,12 +74,15 @@ class Cell:
     def ranked(self) -> list[Row]:
         """The drafters of the run of `plain` or later whose speed is known, the fastest first."""
         since = 0 if self.plain is None else self.plain["run"]
-        return [row for row in self.by_speed if row["run"] >= since]
+        return [row for row in self._by_speed(self.shown) if row["run"] >= since]
 
     @property
     def by_speed(self) -> list[Row]:
         """All drafters whose speed over plain decoding in their own run is known."""
-        known = [(x, row) for row in self.drafters.values() if (x := self.speed(row)) is not None]
+        return self._by_speed(self.drafters)
+
+    def _by_speed(self, drafters: dict[str, Row]) -> list[Row]:
+        known = [(x, row) for row in drafters.values() if (x := self.speed(row)) is not None]
         return [row for _, row in sorted(known, key=lambda pair: pair[0], reverse=True)]
 
     @property
@@ -81,6 +91,11 @@ class Cell:
         counts = Counter(row["run"] for row in self._timed if row["name"] in DRAFTERS)
         run = max(counts, key=lambda run: (counts[run], run), default=None)
         return Cell(self.case, sorted(self.rows, key=lambda row: row["run"] == run))
+
+    def of_result(self, row: Row) -> Cell:
+        """The same cell in the result of ``row``, or itself if that lacks plain decoding."""
+        cell = Cell(self.case, [other for other in self.rows if other["date"] == row["date"]])
+        return self if cell.plain is None else cell
 
     @property
     def not_timed(self) -> dict[str, str]:
