@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jspec.checks import shown, whole_number
 from jspec.config import SamplingMode, positive
 from jspec.decode.auto import LADDER
 from jspec.decode.checks import check_exact, check_models, refuses_exact
@@ -124,6 +125,8 @@ class ResolvedOptions:
         check_draft(draft)
         usual, sampled_gamma = usual_gamma(draft)
         gamma = usual if asked is None else asked
+        if gamma != "auto" and whole_number(gamma) is None:
+            raise TypeError(f"gamma={shown(gamma)} must be a whole number or 'auto'")
         config = StepConfig(
             draft.traits.default_gamma if gamma == "auto" else gamma,
             draft,

@@ -16,11 +16,14 @@ from tests.parameters import default_run
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [*((n, 0) for n in ("slots", "capacity", "prefill_chunk", "stop_tokens")), ("slots", "2")],
+    ("name", "value", "bound"),
+    [
+        *((n, 0, "at least 1") for n in ("slots", "capacity", "prefill_chunk", "stop_tokens")),
+        ("slots", "2", "a whole number, at least 1"),
+    ],
 )
-def test_sizes_are_checked(tiny, name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} must be at least 1"):
+def test_sizes_are_checked(tiny, name, value, bound):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be {bound}"):
         Engine(tiny, **{"slots": 1, "capacity": 8} | {name: value})
 
 
