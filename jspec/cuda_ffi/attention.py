@@ -118,8 +118,8 @@ def _exact_split(q: Array, k: Array) -> dict[str, int]:
 def _together(group: int) -> int:
     """How many neighbouring blocks belong to a part: the power of 2 nearest to 2 * ``group``.
 
-    A pass over few tokens then writes little of a part, a float a channel for every query row,
-    beside the keys and values that it reads.
+    A pass over few tokens then writes little, a float a channel for every query row of a part,
+    compared with the keys and values that it reads.
     """
     below = 1 << group.bit_length()  # the highest power of 2 that is at most 2 * group
     return below if 2 * group <= 1.5 * below else 2 * below

@@ -79,13 +79,13 @@ struct Item {
 // The work of a launch, whose items its programs take in turn. Items have no divisions: their
 // instructions, in each warp, would take longer than to read a block.
 struct Work : Attention {
-  Item step;              // from an item of a program to its next
-  uint32_t turn_inverse;  // 2^32 over the blocks of a turn, in which each part has 2^together_log2
+  Item step;               // from an item of a program to its next
+  uint32_t round_inverse;  // 2^32 over the blocks of a round, of which each part has 2^together_log2
 
   Work(const Attention& a, int programs) : Attention(a) {
     if (parts == 1) together_log2 = 1;  // changes nothing, and the inverse of 1 is out of range
     step = item(programs);
-    turn_inverse = UINT32_MAX / (parts << together_log2) + 1;
+    round_inverse = UINT32_MAX / (parts << together_log2) + 1;
   }
 
   JSPEC_HOST_DEVICE Item item(int index) const {
@@ -99,16 +99,16 @@ struct Work : Attention {
   }
   // How many of the first `blocks` blocks of a row belong to a part.
   __device__ __forceinline__ int count(int part, int blocks) const {
-    const int turn = parts << together_log2, together = 1 << together_log2;
-    int turns = int(uint64_t(blocks) * turn_inverse >> 32);
-    if (turns * turn > blocks) --turns;  // the inverse is rounded up
-    const int rest = blocks - turns * turn - (part << together_log2);
-    return (turns << together_log2) + min(max(rest, 0), together);
+    const int round = parts << together_log2, together = 1 << together_log2;
+    int rounds = int(uint64_t(blocks) * round_inverse >> 32);
+    if (rounds * round > blocks) --rounds;  // the inverse is rounded up
+    const int rest = blocks - rounds * round - (part << together_log2);
+    return (rounds << together_log2) + min(max(rest, 0), together);
   }
   // The first key of block number `block` of a part.
   __device__ __forceinline__ int first_key(int part, int block) const {
-    const int turn = block >> together_log2, at = block - (turn << together_log2);
-    return (((turn * parts + part) << together_log2) + at) * kBlock;
+    const int round = block >> together_log2, at = block - (round << together_log2);
+    return (((round * parts + part) << together_log2) + at) * kBlock;
   }
 };
 
