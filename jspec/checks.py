@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+_SHOWN = 8  # items of a list or an object in a message
 
 
 def require(condition: bool, message: str) -> None:
@@ -70,10 +73,17 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return known
 
 
-def shown(value: Any) -> str:
-    """``value`` as an error message shows it: one line of at most 80 characters."""
+def shown(value: Any, limit: int = 80) -> str:
+    """``value`` as Python writes it, on one line of at most ``limit`` characters.
+
+    For arguments, and for what files say: line breaks and escape sequences are spelled out.
+    """
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = limit
+    short.maxlist = short.maxtuple = short.maxdict = short.maxset = _SHOWN
+    short.maxlevel = 4
     try:
-        text = " ".join(repr(value).split())
+        text = " ".join(short.repr(value).split())
     except ValueError:  # Python prints no int of thousands of digits
         return f"{type(value).__name__} of thousands of digits"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

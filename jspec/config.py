@@ -423,8 +423,8 @@ def positive(name: str, value: Any, limit: int = 2**31 - 1) -> int:
     """``value`` as a number in 1..limit. Raises `ValueError`, by ``name``, for any other."""
     number = whole_number(value)
     if number is None or not 1 <= number <= limit:
-        whole = "a whole number, " if number is None else ""
-        bound = f"at most {limit}" if number is not None and number > limit else f"{whole}at least 1"
+        least = "a whole number, at least 1" if number is None else "at least 1"
+        bound = f"at most {limit}" if number is not None and number > limit else least
         raise ValueError(f"{name}={shown(value)} must be {bound}")
     return number
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jspec.checks import shown
 from jspec.eval import longbench, ruler
 from jspec.eval.longbench import is_texts
 from jspec.eval.questions import Question
-from jspec.models.errors import quoted
 from jspec.models.files import open_regular, parse_json
 
 LINE_LIMIT = 2**26  # bytes
@@ -62,7 +62,7 @@ def _question(line: bytes, name: str) -> Question:
         return longbench.longbench_v2_question(values)
     unknown = fields - FIELDS - set(ANSWERS) - ruler.FIELDS
     if unknown:
-        names = ", ".join(quoted(x) for x in sorted(unknown)[:5])
+        names = ", ".join(shown(x) for x in sorted(unknown)[:5])
         raise ValueError(f"is of an unknown format: {names}; known are {FORMATS}")
     return _own(values, name)
 

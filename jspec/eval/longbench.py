@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jspec.checks import shown
 from jspec.eval.metrics import CHINESE, PARAGRAPH, PARAGRAPH_ZH, check_jieba
 from jspec.eval.questions import Question
-from jspec.models.errors import quoted
 from jspec.models.files import Fields
 
 
@@ -187,7 +187,7 @@ def longbench_question(values: Mapping[str, Any]) -> Question:
     task = fields.text("dataset")
     dataset = DATASETS.get(task.removesuffix("_e"))
     if dataset is None:
-        raise ValueError(f"dataset={quoted(task)} is none of LongBench's {', '.join(DATASETS)}")
+        raise ValueError(f"dataset={shown(task)} is none of LongBench's {', '.join(DATASETS)}")
     if dataset.metric in CHINESE:
         check_jieba()
     answers, classes = values["answers"], values.get("all_classes")
@@ -221,7 +221,7 @@ def longbench_v2_question(values: Mapping[str, Any]) -> Question:
     names = ("context", "question", *(f"choice_{letter}" for letter in LETTERS))
     answer = fields.text("answer")
     if answer not in tuple(LETTERS):
-        raise ValueError(f"answer={quoted(answer)} must be one of A, B, C and D")
+        raise ValueError(f"answer={shown(answer)} must be one of A, B, C and D")
     prompt = PROMPT_V2.format(**{name: fields.text(name).strip() for name in names})
     return Question("longbench-v2", prompt, (answer,), "choice", max_new_tokens=128)
 

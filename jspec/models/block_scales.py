@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.models.errors import quoted
+from jspec.checks import shown
 from jspec.models.files import Fields
 
 DTYPE = np.dtype(jnp.float8_e4m3fn)
@@ -41,7 +41,7 @@ def read_block_scales(fields: Fields) -> BlockScales:
     """Of a quantization_config with quant_method fp8. Raises `CheckpointError` for another kind."""
     kind = fields.text("fmt", "e4m3")
     if kind != "e4m3":
-        raise fields.error(f"fmt={quoted(kind)} is not supported; jspec reads e4m3")
+        raise fields.error(f"fmt={shown(kind)} is not supported; jspec reads e4m3")
     sizes = fields.values.get("weight_block_size")
     if not (
         isinstance(sizes, list)
@@ -49,7 +49,7 @@ def read_block_scales(fields: Fields) -> BlockScales:
         and all(type(size) is int and 0 < size < 2**31 for size in sizes)
     ):
         raise fields.error(
-            f"weight_block_size={quoted(sizes)} must be two positive int32, as [128, 128]; jspec "
+            f"weight_block_size={shown(sizes)} must be two positive int32, as [128, 128]; jspec "
             "reads no other scales of fp8"
         )
     return BlockScales(*sizes)

@@ -8,8 +8,8 @@ from typing import Any
 
 import jinja2
 
-from jspec.config import shown
-from jspec.models.errors import ChatTemplateError, CheckpointError, on_one_line, quoted
+from jspec.checks import shown
+from jspec.models.errors import ChatTemplateError, CheckpointError, on_one_line
 from jspec.models.files import Fields, directory_of, read_json
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_vocabulary import read_vocabulary
@@ -125,7 +125,7 @@ class ChatTemplate:
 
     def _source(self, chosen: Any, tools: Any) -> str:
         """The template for these arguments."""
-        names = ", ".join(map(quoted, self._sources))
+        names = ", ".join(map(shown, self._sources))
         if chosen is None:
             usual = ["tool_use", "default"] if tools is not None else ["default"]
             chosen = next((name for name in usual if name in self._sources), None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jspec.checks import shown
 from jspec.models.checkpoint import load_model
 from jspec.models.decoder import Decoder
-from jspec.models.errors import CheckpointError, quoted
+from jspec.models.errors import CheckpointError
 from jspec.models.files import directory_of
 from jspec.models.gguf_file import gguf_path
 from jspec.models.tokenizer import Tokenizer, load_tokenizer
@@ -24,7 +25,7 @@ def load_draft_model(path: str | Path, tokenizer: Tokenizer) -> Decoder:
         own = load_tokenizer(path)
         index = tokenizer.first_difference(own)
         if index is not None:
-            pair = [quoted(x.ordinary_tokens().get(index)) for x in (own, tokenizer)]
+            pair = [shown(x.ordinary_tokens().get(index)) for x in (own, tokenizer)]
             raise CheckpointError(
                 f"{path}: token {index} is {pair[0]}, but {pair[1]} in the model that it is to "
                 "draft for; take a draft model of the same family, whose tokenizer is the same"

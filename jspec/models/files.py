@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jspec.models.errors import CheckpointError, on_one_line, quoted
+from jspec.checks import shown
+from jspec.models.errors import CheckpointError, on_one_line
 
 # Far beyond any real file: they bound the time and memory that a damaged one can cost.
 SETTINGS_LIMIT = 8 << 20  # bytes of config.json; a list of unquantised modules can be long
@@ -83,7 +84,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names: set[str] = set()
         for key, _ in pairs:
             if key in names:
-                raise ValueError(f"{quoted(key)} appears twice in an object")
+                raise ValueError(f"{shown(key)} appears twice in an object")
             names.add(key)
     return values
 
@@ -135,7 +136,7 @@ class Fields:
                 raise self.error(f"{_key(key)} is {state}; it must be {kind}")
             return default
         if not valid(value):
-            raise self.error(f"{_key(key)}={quoted(value)} must be {kind}")
+            raise self.error(f"{_key(key)}={shown(value)} must be {kind}")
         return value
 
     def integer(self, key: str, default: Any = ...) -> int:
@@ -197,7 +198,7 @@ class Fields:
         if len(inside) < len(ids):
             outside = [token for token in ids if token not in inside]
             warnings.warn(
-                f"{self.source}: {_key(key)}={quoted(outside)} is outside the vocabulary of "
+                f"{self.source}: {_key(key)}={shown(outside)} is outside the vocabulary of "
                 f"{vocab_size} and is skipped",
                 stacklevel=2,
             )
@@ -205,7 +206,7 @@ class Fields:
 
 
 def _key(key: str) -> str:
-    return key if len(key) <= 40 and key.isidentifier() else quoted(key)
+    return key if len(key) <= 40 and key.isidentifier() else shown(key)
 
 
 def _is_size(value: Any) -> bool:

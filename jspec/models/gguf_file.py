@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jspec.models.errors import CheckpointError, quoted
+from jspec.checks import shown
+from jspec.models.errors import CheckpointError
 from jspec.models.files import GGUF_SUFFIX
 
 # A directory that holds any of these is a model of another format.
@@ -112,7 +113,7 @@ class GGUFFile:
                 fields[key] = value
             elif not key.startswith("tokenizer."):
                 if len(value) > LIST_LIMIT:
-                    raise self.error(f"{quoted(key)} has {len(value)} items, over {LIST_LIMIT}")
+                    raise self.error(f"{shown(key)} has {len(value)} items, over {LIST_LIMIT}")
                 fields[key] = _listed(value)
         return fields
 
@@ -132,17 +133,17 @@ class GGUFFile:
         for _ in range(num_fields):
             key = reader.string("the name of a field")
             if key in self.metadata:
-                raise self.error(f"field {quoted(key)} appears twice")
+                raise self.error(f"field {shown(key)} appears twice")
             self.metadata[key] = reader.value(key)
         self.tensors: dict[str, TensorEntry] = {}
         for _ in range(num_tensors):
             entry = reader.tensor()
             if entry.name in self.tensors:
-                raise self.error(f"tensor {quoted(entry.name)} appears twice")
+                raise self.error(f"tensor {shown(entry.name)} appears twice")
             self.tensors[entry.name] = entry
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
-            raise self.error(f"general.alignment={quoted(alignment)} must be at most {1 << 20}")
+            raise self.error(f"general.alignment={shown(alignment)} must be at most {1 << 20}")
         self.data_start = -(-reader.at // alignment) * alignment
 
 
@@ -170,16 +171,16 @@ class _Reader:
         try:
             return self._bytes(self._size(what), what).decode()
         except UnicodeDecodeError:
-            raise self._file.error(f"{quoted(what)} is not UTF-8") from None
+            raise self._file.error(f"{shown(what)} is not UTF-8") from None
 
     def tensor(self) -> TensorEntry:
         name = self.string("the name of a tensor")
         rank = self.number(_NUMBERS[4], name)
         if rank > DIMENSION_LIMIT:
-            raise self._file.error(f"tensor {quoted(name)} has {rank} dimensions")
+            raise self._file.error(f"tensor {shown(name)} has {rank} dimensions")
         shape = tuple(reversed([self._size(name) for _ in range(rank)]))
         if math.prod(shape) > 1 << 48:
-            raise self._file.error(f"tensor {quoted(name)} has the shape {shape}")
+            raise self._file.error(f"tensor {shown(name)} has the shape {shape}")
         return TensorEntry(name, shape, self.number(_NUMBERS[4], name), self._size(name))
 
     def _array(self, key: str) -> np.ndarray | Strings:
@@ -190,7 +191,7 @@ class _Reader:
             return np.frombuffer(self._bytes(count * dtype.itemsize, key), dtype)
         self._check(8 * count, key, f"{count} strings")
         if count > STRING_LIMIT:
-            raise self._file.error(f"{quoted(key)} claims {count} strings, over {STRING_LIMIT}")
+            raise self._file.error(f"{shown(key)} claims {count} strings, over {STRING_LIMIT}")
         content, end, start = self._content, self._end, self.at
         at, size_at = start, _SIZE.unpack_from
         for _ in range(count):
@@ -199,11 +200,11 @@ class _Reader:
             at += 8 + size_at(content, at)[0]
         self._check(at - start, key, f"{count} strings")
         self.at = at
-        return Strings(count, content[start:at], f"{self._file.path}: {quoted(key)}")
+        return Strings(count, content[start:at], f"{self._file.path}: {shown(key)}")
 
     def _number_type(self, kind: int, key: str) -> np.dtype:
         if kind not in _NUMBERS:
-            raise self._file.error(f"{quoted(key)} has the unknown type {kind}")
+            raise self._file.error(f"{shown(key)} has the unknown type {kind}")
         return _NUMBERS[kind]
 
     def _size(self, what: str) -> int:
@@ -219,7 +220,7 @@ class _Reader:
             limit = f"a header may have {HEADER_LIMIT}"
             if self._end == self._file.size:
                 limit = f"the file has {self._end}; {DAMAGED}"
-            raise self._file.error(f"{quoted(what)} claims {claim} at byte {self.at}, but {limit}")
+            raise self._file.error(f"{shown(what)} claims {claim} at byte {self.at}, but {limit}")
 
 
 def _listed(value: np.ndarray | Strings) -> list[Any]:
@@ -239,6 +240,6 @@ def gguf_path(path: str | os.PathLike) -> Path | None:
         return None
     files = sorted(file for file in path.glob(f"*{GGUF_SUFFIX}") if file.is_file())
     if len(files) > 1:
-        names = quoted([file.name for file in files])
+        names = shown([file.name for file in files])
         raise CheckpointError(f"{path} has several GGUF files, {names}; pass one of them")
     return files[0] if files else None

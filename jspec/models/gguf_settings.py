@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.families import model_config
 from jspec.models.files import Fields
 from jspec.models.gguf_vocabulary import NO_TOKEN
@@ -48,7 +48,7 @@ def config_of(
     architecture = general.text("general.architecture")
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise general.error(f"architecture {quoted(architecture)} is unknown; jspec has {known}")
+        raise general.error(f"architecture {shown(architecture)} is unknown; jspec has {known}")
     prefix = f"{architecture}."
     settings = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     fields = Fields(settings, f"{source}: {architecture}")
@@ -85,7 +85,7 @@ def config_of(
         if "rope_freqs.weight" in shapes:
             values["rope_scaling"] = _llama3(general, size, values["rope_theta"], factors())
     if unknown := sorted(set(settings) - fields.read - _WITHOUT_EFFECT):
-        raise fields.error(f"fields {quoted(unknown)} are unknown to jspec")
+        raise fields.error(f"fields {shown(unknown)} are unknown to jspec")
     return model_config(values, source=source)
 
 
@@ -107,7 +107,7 @@ def _scaling(fields: Fields) -> dict[str, Any] | None:
     attention *= fields.number("rope.scaling.yarn_attn_factor", 1.0)
     if kind not in ("none", "linear", "yarn"):
         raise fields.error(
-            f"rope.scaling.type={quoted(kind)} is not supported; jspec has none, linear and yarn"
+            f"rope.scaling.type={shown(kind)} is not supported; jspec has none, linear and yarn"
         )
     if kind == "none":
         return None if attention == 1 else {"rope_type": "default", "attn_factor": attention}

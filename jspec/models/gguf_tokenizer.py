@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jspec.checks import shown
 from jspec.models import split_patterns as patterns
-from jspec.models.errors import CheckpointError, quoted
+from jspec.models.errors import CheckpointError
 from jspec.models.files import Fields
 from jspec.models.gguf_file import GGUFFile, Strings
 from jspec.models.gguf_vocabulary import (
@@ -96,7 +97,7 @@ def tokenizer_fields(file: GGUFFile) -> dict[str, Any]:
         return _sentencepiece(fields, vocabulary)
     raise _unread(
         fields,
-        f"tokenizer.ggml.model={quoted(kind)} is a kind of tokenizer that jspec does not read; "
+        f"tokenizer.ggml.model={shown(kind)} is a kind of tokenizer that jspec does not read; "
         "it reads gpt2 and llama",
     )
 
@@ -110,7 +111,7 @@ def _unread(fields: Fields, reason: str) -> UnreadTokenizerError:
 def _byte_level(fields: Fields, vocabulary: Vocabulary) -> dict[str, Any]:
     name = fields.text("tokenizer.ggml.pre", "default")
     if name not in SPLITTINGS:
-        raise _unread(fields, f"tokenizer.ggml.pre={quoted(name)} is unknown to jspec")
+        raise _unread(fields, f"tokenizer.ggml.pre={shown(name)} is unknown to jspec")
     splitting = SPLITTINGS[name]
     merges = fields.get("tokenizer.ggml.merges")
     if not isinstance(merges, Strings):

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from jspec.models.errors import quoted
+from jspec.checks import shown
 from jspec.models.files import Fields
 from jspec.models.gguf_file import GGUFFile, Strings
 
@@ -102,6 +102,6 @@ def numbers(fields: Fields, key: str, kinds: str, count: int) -> np.ndarray | No
     if value is None:
         return None
     if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or len(value) < count:
-        got = f"{len(value)} of {value.dtype}" if isinstance(value, np.ndarray) else quoted(value)
+        got = f"{len(value)} of {value.dtype}" if isinstance(value, np.ndarray) else shown(value)
         raise fields.error(f"{key} must be a list of {count} numbers, got {got}")
     return value[:count]

@@ -10,8 +10,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
-from jspec.models.errors import CheckpointError, on_one_line, quoted
+from jspec.models.errors import CheckpointError, on_one_line
 from jspec.models.gguf_file import DAMAGED, GGUFFile, TensorEntry
 from jspec.models.gguf_settings import config_of
 from jspec.models.gguf_vocabulary import read_vocabulary
@@ -68,7 +69,7 @@ class GGUFWeights:
         fields = self._file.fields()
         if fields.get("split.count", 1) != 1:
             raise CheckpointError(
-                f"{path} is one of {quoted(fields['split.count'])} parts; merge them with "
+                f"{path} is one of {shown(fields['split.count'])} parts; merge them with "
                 "llama.cpp's llama-gguf-split"
             )
         self._shapes = {name: entry.shape for name, entry in self._file.tensors.items()}
@@ -83,18 +84,18 @@ class GGUFWeights:
             block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(entry.kind)]
         except (ValueError, KeyError):
             raise self._file.error(
-                f"tensor {quoted(entry.name)} has the unknown type {entry.kind}"
+                f"tensor {shown(entry.name)} has the unknown type {entry.kind}"
             ) from None
         columns = entry.shape[-1] if entry.shape else 1
         if columns % block:
             raise self._file.error(
-                f"tensor {quoted(entry.name)} has rows of {columns}, no multiple of {block}"
+                f"tensor {shown(entry.name)} has rows of {columns}, no multiple of {block}"
             )
         row = columns // block * size
         end = self._file.data_start + entry.offset + math.prod(entry.shape[:-1]) * row
         if end > self._file.size:
             raise self._file.error(
-                f"tensor {quoted(entry.name)} ends at byte {end}, but the file has "
+                f"tensor {shown(entry.name)} ends at byte {end}, but the file has "
                 f"{self._file.size}; {DAMAGED}"
             )
         return row
@@ -112,7 +113,7 @@ class GGUFWeights:
         for name, shape in self._shapes.items():
             if _EXPERTS.search(name) and shape[:1] != (experts.routed,):
                 raise CheckpointError(
-                    f"{self.path}: tensor {quoted(name)} has shape {shape}, but its field "
+                    f"{self.path}: tensor {shown(name)} has shape {shape}, but its field "
                     f"expert_count says {experts.routed}"
                 )
 
@@ -123,13 +124,13 @@ class GGUFWeights:
             name, expert = self._stored_name(parameter)
             used.add(name)
             if name not in self._file.tensors:
-                raise CheckpointError(f"{self.path} lacks {quoted(name)}, which its fields ask for")
+                raise CheckpointError(f"{self.path} lacks {shown(name)}, which its fields ask for")
             stored = stored_shape(parameter, shape)
             if expert is not None and self.config.experts is not None:
                 stored = (self.config.experts.routed, *stored)
             if self._shapes[name] != stored:
                 raise CheckpointError(
-                    f"{self.path}: tensor {quoted(name)} has shape {self._shapes[name]}, but its "
+                    f"{self.path}: tensor {shown(name)} has shape {self._shapes[name]}, but its "
                     f"fields ask for {stored}"
                 )
         if extra := [name for name in self._file.tensors if name not in used]:
@@ -179,7 +180,7 @@ class GGUFWeights:
     def _rows(self, file: BinaryIO, count: int, row: int, name: str) -> np.ndarray:
         data = np.fromfile(file, np.uint8, count * row)
         if len(data) != count * row:
-            raise CheckpointError(f"{self.path} shrank while tensor {quoted(name)} was read")
+            raise CheckpointError(f"{self.path} shrank while tensor {shown(name)} was read")
         return data.reshape(count, row)
 
     def _dequantized(self, entry: TensorEntry, rows: np.ndarray) -> np.ndarray:
@@ -191,7 +192,7 @@ class GGUFWeights:
                 return self._gguf.dequantize(rows.reshape(1, -1), kind).reshape(len(rows), -1)
         except (NotImplementedError, ValueError, self._gguf.QuantError) as error:
             raise CheckpointError(
-                f"{self.path}: tensor {quoted(entry.name)} of type {kind.name} cannot be read: "
+                f"{self.path}: tensor {shown(entry.name)} of type {kind.name} cannot be read: "
                 f"{on_one_line(error)}"
             ) from None
 

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.checks import shown
 from jspec.config import LAYER_LIMIT, LayerSpec
 from jspec.models import saved
 from jspec.models.bundled import bundled_path
-from jspec.models.errors import CheckpointError, quoted
+from jspec.models.errors import CheckpointError
 from jspec.models.files import INTEGER_LIMIT, Fields, read_json
 from jspec.ops.hash import BITS
 from jspec.typing import Array
@@ -170,23 +171,23 @@ def _read_settings(path: Path) -> _Settings:
     fields = Fields(read_json(path), str(path))
     version = fields.values.get("format")
     if version != FORMAT or type(version) is not int:
-        raise fields.error(f"format={quoted(version)} is unknown; jspec has {FORMAT}")
+        raise fields.error(f"format={shown(version)} is unknown; jspec has {FORMAT}")
     unknown = sorted(set(fields.values) - {"format", "bits", "layers", "made", "embedding"})
     if unknown:
-        raise fields.error(f"fields {quoted(unknown)} are unknown; the file is of a newer jspec")
+        raise fields.error(f"fields {shown(unknown)} are unknown; the file is of a newer jspec")
     bits = fields.integer("bits")
     if bits not in BITS:
         raise fields.error(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
     layers = fields.values.get("layers")
     if not isinstance(layers, list) or not 1 <= len(layers) <= LAYER_LIMIT:
-        raise fields.error(f"layers={quoted(layers)} must be a list of 1 to {LAYER_LIMIT} layers")
+        raise fields.error(f"layers={shown(layers)} must be a list of 1 to {LAYER_LIMIT} layers")
     if not all(layer is None or _is_size(layer) for layer in layers) or not any(layers):
         raise fields.error(
-            f"layers={quoted(layers)} must hold [KV heads, key size] or null, not null alone"
+            f"layers={shown(layers)} must hold [KV heads, key size] or null, not null alone"
         )
     embedding = fields.values.get("embedding")
     if embedding is not None and not _is_sample(embedding):
-        raise fields.error(f"embedding={quoted(embedding)} must be at most {SAMPLE} finite numbers")
+        raise fields.error(f"embedding={shown(embedding)} must be at most {SAMPLE} finite numbers")
     return _Settings(
         bits, [None if layer is None else (layer[0], layer[1]) for layer in layers], embedding
     )

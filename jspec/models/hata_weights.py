@@ -9,8 +9,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.checks import shown
 from jspec.config import LayerSpec
-from jspec.models.errors import CheckpointError, quoted
+from jspec.models.errors import CheckpointError
 from jspec.models.hashes import STORED, Hashes
 from jspec.models.safetensors_file import StoredTensor, stored_tensors
 from jspec.ops.hash import BITS
@@ -89,7 +90,7 @@ def _matrices(tensor: StoredTensor, spec: LayerSpec, bits: int) -> np.ndarray:
     shape = (spec.kv_heads, spec.key_size, bits)
     if bits not in BITS or tensor.shape not in (shape, shape[1:]):
         raise tensor.error(
-            f"has shape {quoted(list(tensor.shape))}, but must have [K, H, R] = {list(shape[:2])} "
+            f"has shape {shown(list(tensor.shape))}, but must have [K, H, R] = {list(shape[:2])} "
             f"and R, or H and R alone, with one R of {', '.join(map(str, BITS))} in all layers; "
             "name the model that the hashes were learned for by --model"
         )

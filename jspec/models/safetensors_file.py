@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jspec.models.errors import CheckpointError, on_one_line, quoted
+from jspec.checks import shown
+from jspec.models.errors import CheckpointError, on_one_line
 
 _DTYPES = {
     name: np.dtype(dtype)
@@ -58,7 +59,7 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: tensor {quoted(self.name)} {message}")
+        return CheckpointError(f"{self.path}: tensor {shown(self.name)} {message}")
 
     def blocks(
         self, nbytes: int = 1 << 20, row_mask: np.ndarray | None = None
@@ -116,7 +117,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
                 tensor = file.get_slice(name)
                 if (dtype := _DTYPES.get(tensor.get_dtype())) is None:
                     raise CheckpointError(
-                        f"{path}: tensor {quoted(name)} has dtype {tensor.get_dtype()}, which "
+                        f"{path}: tensor {shown(name)} has dtype {tensor.get_dtype()}, which "
                         "jspec does not read; convert it to F32, F16 or BF16"
                     )
                 shape = tuple(tensor.get_shape())

@@ -6,8 +6,9 @@ import os
 import warnings
 from typing import Any
 
+from jspec.checks import shown
 from jspec.models.end_tokens import GENERATION
-from jspec.models.errors import CheckpointError, quoted
+from jspec.models.errors import CheckpointError
 from jspec.models.files import Fields, directory_of, read_json
 
 # Fields that change the distribution in transformers and that jspec lacks, where they change
@@ -72,7 +73,7 @@ def sampling_defaults(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
     if ignored:
         warnings.warn(
-            f"{file}: jspec does not implement {quoted(ignored)}; its samples differ from those "
+            f"{file}: jspec does not implement {shown(ignored)}; its samples differ from those "
             "that the model's authors recommend",
             stacklevel=3,
         )

@@ -17,8 +17,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 import jax
 import numpy as np
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
-from jspec.models.errors import CheckpointError, on_one_line, quoted
+from jspec.models.errors import CheckpointError, on_one_line
 from jspec.models.files import Fields, read_json
 
 SETTINGS = "jspec.json"
@@ -73,7 +74,7 @@ def read_settings(path: Path) -> tuple[ModelConfig, int]:
     fields = Fields(read_json(path / SETTINGS), source)
     version = fields.values.get("format")
     if type(version) is not int or not 1 <= version <= FORMAT:
-        raise fields.error(f"format={quoted(version)} is unknown; jspec has 1 to {FORMAT}")
+        raise fields.error(f"format={shown(version)} is unknown; jspec has 1 to {FORMAT}")
     _refuse_unknown(fields.values, {"format", "config"}, source)
     config, source = fields.values.get("config"), f"{source}: config"
     if version == 1:
@@ -90,7 +91,7 @@ def _hints_of_format_1() -> dict[str, Any]:
 def _make(make: Callable, hints: Mapping[str, Any], values: Any, source: str) -> Any:
     """Call ``make`` with the fields of the JSON object ``values``, of types ``hints``."""
     if not isinstance(values, dict):
-        raise CheckpointError(f"{source}={quoted(values)} must be an object")
+        raise CheckpointError(f"{source}={shown(values)} must be an object")
     _refuse_unknown(values, hints, source)
     settings = {n: _setting(hints[n], value, f"{source}: {n}") for n, value in values.items()}
     try:
@@ -120,7 +121,7 @@ def _refuse_unknown(values: Mapping[str, Any], known: Collection[str], source: s
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise CheckpointError(
-            f"{source}: fields {quoted(unknown)} are unknown; the file is of a newer jspec"
+            f"{source}: fields {shown(unknown)} are unknown; the file is of a newer jspec"
         )
 
 
@@ -156,7 +157,7 @@ def check_shapes(
         have, want = stored.get(name), expected.get(name)
         if have != want:
             raise CheckpointError(
-                f"{path.absolute() / ARRAYS}: array {quoted(name)} has shape "
+                f"{path.absolute() / ARRAYS}: array {shown(name)} has shape "
                 f"{have or 'none (it is missing)'}, but {settings} asks for "
                 f"{want or 'no such array'}"
             )

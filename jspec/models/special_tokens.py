@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from jspec.models.errors import quoted
+from jspec.checks import shown
 from jspec.models.files import INTEGER_LIMIT, Fields, read_json
 
 SETTINGS = "tokenizer_config.json"
@@ -78,7 +78,7 @@ class SpecialTokens:
             index = library.token_to_id(token.content)
             if token.index not in (None, index):
                 raise self.source.error(
-                    f"token {quoted(token.content)} has id {token.index}, but the tokenizer gives "
+                    f"token {shown(token.content)} has id {token.index}, but the tokenizer gives "
                     f"it {index}; correct tokenizer.json, which must hold the tokens before it"
                 )
         return bool(changed)
@@ -138,14 +138,14 @@ def _declared(source: Fields, value: Any, index: int | None) -> Declared:
         return Declared(value, index, {})
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, str):
-        raise source.error(f"{quoted(value)} is no token; it must be a string, or have a content")
-    fields = Fields(value, f"{source.source}: token {quoted(content)}")
+        raise source.error(f"{shown(value)} is no token; it must be a string, or have a content")
+    fields = Fields(value, f"{source.source}: token {shown(content)}")
     return Declared(content, index, {f: fields.boolean(f) for f in _FLAGS if fields.has(f)})
 
 
 def _index(source: Fields, key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) <= INTEGER_LIMIT):
-        raise source.error(f"added_tokens_decoder: {quoted(key)} must be a token id")
+        raise source.error(f"added_tokens_decoder: {shown(key)} must be a token id")
     return int(key)
 
 

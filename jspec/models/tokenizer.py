@@ -15,7 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from jspec.models.errors import CheckpointError, on_one_line, quoted
+from jspec.checks import shown
+from jspec.models.errors import CheckpointError, on_one_line
 from jspec.models.files import directory_of, read_json
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_tokenizer import UnreadTokenizerError, tokenizer_fields
@@ -267,7 +268,7 @@ class Tokenizer:
         return advance
 
     def _decode(self, tokens: list[int]) -> str:
-        with _library_errors(f"the tokenizer cannot decode the token ids {quoted(tokens)}"):
+        with _library_errors(f"the tokenizer cannot decode the token ids {shown(tokens)}"):
             return self._library.decode(tokens, skip_special_tokens=True)
 
     def _known(self, tokens: Iterable[int]) -> list[int]:

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
 from jspec.models import packed
 from jspec.models.block_scales import DTYPE, SUFFIX, BlockScales, read_block_scales
-from jspec.models.errors import CheckpointError, quoted
+from jspec.models.errors import CheckpointError
 from jspec.models.families.shared.family import Family
 from jspec.models.files import Fields, read_json
 from jspec.models.rope import channel_order
@@ -54,7 +55,7 @@ def quantization_of(config: Mapping[str, Any], source: str) -> Quantization | No
         return read_block_scales(fields)
     if (method, kind) != ("compressed-tensors", "int-quantized"):
         raise fields.error(
-            f"quant_method={quoted(method)} with format={quoted(kind)} is not supported; jspec "
+            f"quant_method={shown(method)} with format={shown(kind)} is not supported; jspec "
             "reads compressed-tensors with int-quantized, fp8, mxfp4, and plain F32, F16 and BF16"
         )
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config", "moe_sparsity_config"):
@@ -65,13 +66,11 @@ def quantization_of(config: Mapping[str, Any], source: str) -> Quantization | No
     for name in groups.values:
         kind = groups.object(name).text("format", kind)
         if kind != "int-quantized":
-            raise groups.error(
-                f"{quoted(name)} has format={quoted(kind)}; jspec reads int-quantized"
-            )
+            raise groups.error(f"{shown(name)} has format={shown(kind)}; jspec reads int-quantized")
         weights = groups.object(name).object("weights")
         values = {key: weights.values.get(key) for key in _INT8}
         if values != _INT8:
-            raise weights.error(f"{quoted(values)} is not supported; jspec reads {_INT8}")
+            raise weights.error(f"{shown(values)} is not supported; jspec reads {_INT8}")
     return "int8"
 
 
@@ -107,7 +106,7 @@ class Weights:
                 if name in self.tensors:
                     other = self.tensors[name]
                     raise tensor.error(
-                        f"is {quoted(other.name)} of {other.path} a second time; remove one"
+                        f"is {shown(other.name)} of {other.path} a second time; remove one"
                     )
                 if name is not None:
                     self.tensors[name] = tensor
@@ -128,14 +127,14 @@ class Weights:
             # A shard may be a link out of the directory, as in a hub cache, but is named within.
             if not (isinstance(shard, str) and _SHARD.fullmatch(shard)):
                 raise CheckpointError(
-                    f"{index}: {quoted(name)} is said to be in {quoted(shard)}, which is no file "
+                    f"{index}: {shown(name)} is said to be in {shown(shard)}, which is no file "
                     f"name in {directory}; shards are named as in {SINGLE}"
                 )
         shards = {shard: name for name, shard in weight_map.items()}
         for shard, name in shards.items():
             if not (directory / shard).is_file():
                 raise CheckpointError(
-                    f"{directory / shard} is missing: {index} puts {quoted(name)} there"
+                    f"{directory / shard} is missing: {index} puts {shown(name)} there"
                 )
         return [directory / shard for shard in sorted(shards)]
 
@@ -191,7 +190,7 @@ class Weights:
             first = self.tensors[extra[0]]
             raise CheckpointError(
                 f"{first.path} has {listed(extra)} that config.json does not ask for, the first "
-                f"with shape {quoted(first.shape)}; are they of one model?"
+                f"with shape {shown(first.shape)}; are they of one model?"
             )
 
     def _split(
@@ -205,7 +204,7 @@ class Weights:
                 continue
             if tensor.shape[:1] != (sum(sizes),):
                 raise tensor.error(
-                    f"has shape {quoted(tensor.shape)}, but config.json asks for {sum(sizes)} "
+                    f"has shape {shown(tensor.shape)}, but config.json asks for {sum(sizes)} "
                     f"rows, {sizes} of {', '.join(parts)}"
                 )
             del self.tensors[name]
@@ -224,7 +223,7 @@ class Weights:
         if self.in_mxfp4(parameter):
             if plain[1] % BLOCK:
                 raise CheckpointError(
-                    f"{self.directory}: config.json asks for {quoted(name)} {plain} in MXFP4, "
+                    f"{self.directory}: config.json asks for {shown(name)} {plain} in MXFP4, "
                     f"whose {plain[1]} inputs are no multiple of {BLOCK}"
                 )
             return packed.mxfp4_shapes(name, plain)
@@ -236,7 +235,7 @@ class Weights:
         tensor = self.tensors[name]
         if tensor.shape != shape:
             raise tensor.error(
-                f"has shape {quoted(tensor.shape)}, but config.json asks for {shape}; are they of "
+                f"has shape {shown(tensor.shape)}, but config.json asks for {shape}; are they of "
                 "one model?"
             )
         if bytes_of_mxfp4 and tensor.dtype != np.uint8:
@@ -261,7 +260,7 @@ class Weights:
         if isinstance(blocks, BlockScales):
             scale, shape = f"{name}{SUFFIX}", blocks.shape(tensor.shape)
         if scale not in self.tensors:
-            raise tensor.error(f"is {kind}, but {quoted(scale)} {shape} is missing")
+            raise tensor.error(f"is {kind}, but {shown(scale)} {shape} is missing")
         self._check_tensor(scale, shape)
         if self.tensors[scale].dtype not in _FLOATS:
             raise self.tensors[scale].error("must be of floats")
@@ -271,7 +270,7 @@ class Weights:
         tensor, other = self.tensors[head], self.tensors[embedding]
         if not tensor.equals(other):
             raise tensor.error(
-                f"{quoted(tensor.shape)} differs from {quoted(embedding)} {other.shape}, though "
+                f"{shown(tensor.shape)} differs from {shown(embedding)} {other.shape}, though "
                 "config.json says tie_word_embeddings=true; set it to false to use both"
             )
 
@@ -394,4 +393,4 @@ def _is_harmless(name: str) -> bool:
 def listed(names: list[str]) -> str:
     """The first of ``names``, and how many more there are."""
     more = len(names) - SHOWN
-    return ", ".join(map(quoted, names[:SHOWN])) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(shown, names[:SHOWN])) + (f" and {more} more" if more > 0 else "")

@@ -9,8 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jspec import CheckpointError, load_model
+from jspec.checks import shown
 from jspec.models import weights
-from jspec.models.errors import on_one_line, quoted
+from jspec.models.errors import on_one_line
 from jspec.models.files import read_json
 from jspec.models.safetensors_file import stored_tensors
 from tests.models.helpers import LLAMA, edit_config, edit_tensors, shapes_of, write_checkpoint
@@ -63,9 +64,9 @@ def test_bad_json(checkpoint, content, message):
 
 
 def test_messages_show_values_on_one_short_line():
-    assert quoted("a\nb\x1b\u202e") == r"'a\nb\x1b\u202e'"
-    assert quoted("x" * 9000) == f"'{'x' * 37}...{'x' * 38}'"
-    assert len(quoted([["y" * 100] * 100] * 100)) == 80
+    assert shown("a\nb\x1b\u202e") == r"'a\nb\x1b\u202e'"
+    assert shown("x" * 9000) == f"'{'x' * 37}...{'x' * 38}'"
+    assert len(shown([["y" * 100] * 100] * 100)) == 80
     assert on_one_line("a\n  b\x1b[3m" + "z" * 9000) == r"a b\x1b[3m" + "z" * 187 + "..."
 
 
@@ -290,7 +291,7 @@ def test_missing_shard(sharded):
 )
 def test_shards_outside_the_directory(sharded, shard):
     write_index(sharded, dict.fromkeys(shapes_of(LLAMA), shard))
-    refused(sharded, "model.safetensors.index.json", quoted(shard), "no file name in")
+    refused(sharded, "model.safetensors.index.json", shown(shard), "no file name in")
 
 
 @pytest.mark.parametrize("content", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "{"])

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
-from jspec.models.errors import CheckpointError, quoted
+from jspec.models.errors import CheckpointError
 from jspec.models.families.shared.family import Family, refuse_unknown
 from jspec.models.files import Fields
 
@@ -34,7 +35,7 @@ def model_config(values: Mapping[str, Any], *, source: str = "config.json") -> M
     fields = Fields(values, source)
     name = fields.text("model_type")
     if name not in FAMILIES:
-        raise fields.error(f"model_type={quoted(name)} is unknown; jspec has {', '.join(FAMILIES)}")
+        raise fields.error(f"model_type={shown(name)} is unknown; jspec has {', '.join(FAMILIES)}")
     try:
         config = dataclasses.replace(family(name).read(fields), family=name)
     except CheckpointError:

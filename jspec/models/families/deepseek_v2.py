@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.families.shared.family import Family
 from jspec.models.families.shared.latent_layers import (
     MODULES,
@@ -28,7 +28,7 @@ def read(fields: Fields) -> ModelConfig:
         }
     elif method != "greedy":
         raise fields.error(
-            f"topk_method={quoted(method)} is not supported; jspec has greedy and "
+            f"topk_method={shown(method)} is not supported; jspec has greedy and "
             "group_limited_greedy"
         )
     return read_latent_layers(fields, read_experts(fields, **groups))

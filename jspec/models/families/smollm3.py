@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.families.llama import MODULES
 from jspec.models.families.shared.family import Family
 from jspec.models.families.shared.layers import layer_count, read_layers, sliding_layers
@@ -39,7 +39,7 @@ def _rotated_layers(fields: Fields) -> list[bool]:
     known = isinstance(listed, list) and all(type(x) is int and x in (0, 1) for x in listed)
     if not known or len(listed) < count:
         raise fields.error(
-            f"no_rope_layers={quoted(listed)} must be 0 or 1 for each of {count} layers"
+            f"no_rope_layers={shown(listed)} must be 0 or 1 for each of {count} layers"
         )
     return [x == 1 for x in listed[:count]]
 

@@ -6,8 +6,8 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.files import Fields
 
 # No value of these changes a token: what made the file, training, how transformers runs a model or
@@ -70,8 +70,8 @@ def refuse_unknown(fields: Fields) -> None:
     if unknown:
         first = unknown[0]
         raise fields.error(
-            f"fields {quoted(unknown)} are unknown to jspec, the first with the value "
-            f"{quoted(fields.values[first])}; check model_type, and remove what changes nothing"
+            f"fields {shown(unknown)} are unknown to jspec, the first with the value "
+            f"{shown(fields.values[first])}; check model_type, and remove what changes nothing"
         )
 
 

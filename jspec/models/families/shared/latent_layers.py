@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jspec.checks import shown
 from jspec.config import LayerSpec, ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.families.llama import MODULES as LLAMA
 from jspec.models.families.shared.layers import check_activation, layer_count, max_context
 from jspec.models.families.shared.rope_fields import read_rope, read_score_factor
@@ -46,7 +46,7 @@ def read_latent_layers(fields: Fields, experts: Experts) -> ModelConfig:
     for key, supported in (("moe_layer_freq", 1), ("rope_interleave", True)):
         value = fields.get(key)
         if value is not None and value != supported:
-            raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {supported}")
+            raise fields.error(f"{key}={shown(value)} is not supported; jspec has {supported}")
     latent = Latent(
         rank=fields.integer("kv_lora_rank"),
         rope_size=fields.integer("qk_rope_head_dim"),
@@ -104,7 +104,7 @@ def _mlp_kinds(fields: Fields, kinds: Any) -> list[str]:
     known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
     if not known or len(kinds) != layers:
         raise fields.error(
-            f"mlp_layer_types={quoted(kinds)} must be dense or sparse for each of {layers} layers"
+            f"mlp_layer_types={shown(kinds)} must be dense or sparse for each of {layers} layers"
         )
     return kinds
 
@@ -114,4 +114,4 @@ def refuse_other(fields: Fields, **known: str) -> None:
     for key, supported in known.items():
         value = fields.text(key, supported)
         if value != supported:
-            raise fields.error(f"{key}={quoted(value)} is not supported; jspec has {supported}")
+            raise fields.error(f"{key}={shown(value)} is not supported; jspec has {supported}")

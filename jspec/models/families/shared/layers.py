@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jspec.checks import shown
 from jspec.config import LAYER_LIMIT, LayerSpec, ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.families.shared.rope_fields import read_rope
 from jspec.models.files import INTEGER_LIMIT, Fields
 from jspec.parts import Activation, Rope
@@ -56,7 +56,7 @@ def read_layers(
     if windows is None:
         windows = sliding_layers(fields, lambda _: False)
         if any(windows):
-            kinds = quoted(fields.get("layer_types"))
+            kinds = shown(fields.get("layer_types"))
             raise fields.error(f"layer_types={kinds} is not of this model_type, of full attention")
     else:
         fields.ignore("sliding_window")  # where no layer has a window
@@ -98,7 +98,7 @@ def check_activation(fields: Fields, key: str, activation: Activation) -> None:
     """Raise `CheckpointError` where ``key`` names another activation."""
     names = _ACTIVATIONS[activation]
     if (name := fields.text(key, names[0])) not in names:
-        raise fields.error(f"{key}={quoted(name)} is not supported; jspec has {names[0]}")
+        raise fields.error(f"{key}={shown(name)} is not supported; jspec has {names[0]}")
 
 
 def sliding_layers(fields: Fields, default: Callable[[int], bool]) -> tuple[bool, ...]:
@@ -120,7 +120,7 @@ def sliding_layers(fields: Fields, default: Callable[[int], bool]) -> tuple[bool
     known = isinstance(kinds, list) and all(kind in (_FULL, _SLIDING) for kind in kinds)
     if not known or len(kinds) != count:
         raise fields.error(
-            f"layer_types={quoted(kinds)} must be {_FULL} or {_SLIDING} for each of {count} layers"
+            f"layer_types={shown(kinds)} must be {_FULL} or {_SLIDING} for each of {count} layers"
         )
     return tuple(kind == _SLIDING for kind in kinds)
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jspec.checks import shown
 from jspec.config import ModelConfig
-from jspec.models.errors import quoted
 from jspec.models.families.shared.family import refuse_unknown
 from jspec.models.families.shared.layers import layer_count, read_layers, sliding_layers
 from jspec.models.files import Fields
@@ -44,7 +44,7 @@ def read_qwen(
     if any(windows) and not used:
         raise fields.error(
             "layer_types asks for sliding windows, but use_sliding_window=false or "
-            f"sliding_window={quoted(size)} for none; correct the one that is wrong"
+            f"sliding_window={shown(size)} for none; correct the one that is wrong"
         )
     window = fields.integer("sliding_window", 4096) if any(windows) else None
     config = read_layers(fields, windows=windows, window=window, **special)

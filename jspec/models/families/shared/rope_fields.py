@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from jspec.models.errors import CheckpointError, quoted
+from jspec.checks import shown
+from jspec.models.errors import CheckpointError
 from jspec.models.files import Fields
 from jspec.parts import Rope, RopeScaling
 
@@ -33,7 +34,7 @@ def _rope_fields(fields: Fields) -> Fields:
     old, new = fields.object("rope_scaling"), fields.object("rope_parameters")
     if old.values and new.values and old.values != new.values:
         raise fields.error(
-            f"rope_scaling={quoted(old.values)} and rope_parameters={quoted(new.values)} disagree; "
+            f"rope_scaling={shown(old.values)} and rope_parameters={shown(new.values)} disagree; "
             "keep the one that the model was trained with"
         )
     return old if old.values else new
@@ -57,7 +58,7 @@ def read_layer_ropes(fields: Fields, theta: float, local_theta: float) -> tuple[
     if not (full.values or sliding.values):
         return read_rope(fields, theta), Rope(float(local_theta))
     if other := sorted(set(both.values) - both.read):
-        raise both.error(f"fields {quoted(other)} are unknown; jspec reads those of layer types")
+        raise both.error(f"fields {shown(other)} are unknown; jspec reads those of layer types")
     theta = fields.number("rope_theta", theta)
     return rope_of(fields, full, theta), rope_of(fields, sliding, local_theta)
 
@@ -67,27 +68,27 @@ def rope_of(fields: Fields, rope: Fields, theta: float, *, size: int | None = No
     kind = rope.text("rope_type", rope.text("type", None))
     if kind is None and rope.has("factor"):
         raise rope.error(
-            f"factor={quoted(rope.values['factor'])} has no rope_type; add the one that the model "
+            f"factor={shown(rope.values['factor'])} has no rope_type; add the one that the model "
             f"was trained with, of {', '.join(_SCALINGS)}"
         )
     kind = {None: "default", "su": "longrope"}.get(kind, kind)
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
-        raise rope.error(f"rope_type={quoted(kind)} is not supported; jspec has {known}")
+        raise rope.error(f"rope_type={shown(kind)} is not supported; jspec has {known}")
     unknown = sorted(set(rope.values) - _KEYS)
     if unknown:
         raise rope.error(
-            f"fields {quoted(unknown)} are unknown to jspec; it cannot tell what they change"
+            f"fields {shown(unknown)} are unknown to jspec; it cannot tell what they change"
         )
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if share > 1 or (share != 1 and size is None):
         raise fields.error(f"partial_rotary_factor={share} is not supported; jspec rotates all")
     longrope = [key for key in ("short_factor", "long_factor") if rope.has(key)]
     if longrope and kind != "longrope":
-        raise rope.error(f"{longrope[0]} does not go with rope_type={quoted(kind)}")
+        raise rope.error(f"{longrope[0]} does not go with rope_type={shown(kind)}")
     if kind != "yarn" and rope.number("attn_factor", 1.0) != 1:
-        value = quoted(rope.values["attn_factor"])
-        raise rope.error(f"attn_factor={value} is not supported with rope_type={quoted(kind)}")
+        value = shown(rope.values["attn_factor"])
+        raise rope.error(f"attn_factor={value} is not supported with rope_type={shown(kind)}")
     theta = float(rope.number("rope_theta", theta))
     if theta <= 1:
         raise fields.error(f"rope_theta={theta} must be above 1")
@@ -119,7 +120,7 @@ def _llama3(fields: Fields, rope: Fields) -> RopeScaling:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not low < high:
         raise rope.error(
-            f"high_freq_factor={quoted(high)} must be above low_freq_factor={quoted(low)}"
+            f"high_freq_factor={shown(high)} must be above low_freq_factor={shown(low)}"
         )
     return RopeScaling(
         "llama3",
@@ -136,7 +137,7 @@ def _yarn(fields: Fields, rope: Fields) -> RopeScaling:
     factor = float(rope.number("factor", whole / original))
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
     if fast < slow:
-        raise rope.error(f"beta_fast={quoted(fast)} must be at least beta_slow={quoted(slow)}")
+        raise rope.error(f"beta_fast={shown(fast)} must be at least beta_slow={shown(slow)}")
     return RopeScaling(
         "yarn",
         factor,
@@ -157,7 +158,7 @@ def _attention_factor(rope: Fields, factor: float) -> float | None:
     if whole is not None:
         if times != 1:
             raise rope.error(
-                f"attention_factor={quoted(whole)} is in place of what attn_factor={times} "
+                f"attention_factor={shown(whole)} is in place of what attn_factor={times} "
                 "multiplies; keep the one that the model was trained with"
             )
         return float(whole)
