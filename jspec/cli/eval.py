@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if len(runs) > 1:
             raise ValueError("--heatmap takes one --policy and at most one --budget")
         check_matplotlib()
+        heatmap.check_picture(arguments.heatmap)
     if arguments.compile_cache:
         keep_programs()
     path = Path(arguments.model or bundled_path())
@@ -65,6 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
         questions = tokenized_questions(tokenizer, user_questions, *sizes, template)
     else:
         questions = _generated(arguments, tokenizer, tasks, documents, template)
+    needles = {"examples": arguments.examples, "seed": arguments.seed}
+    lengths: list[int] = []
+    if arguments.heatmap:  # what it cannot ask is refused before anything is answered
+        lengths = heatmap.lengths_up_to(tokenizer, arguments.length, **needles)
     settings = {"length": arguments.length, "batch": arguments.batch}
     with counted_bars(transient=True) as bars:
         task = bars.add_task("answers", total=len(runs) * len(questions))
@@ -85,7 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
         shows.print(_title(arguments))
         shows.print(_table(results, arguments))
     if arguments.heatmap:  # after the answers are printed, which an error here must not lose
-        _heatmap(arguments, model, tokenizer, runs[0])
+        name, budget, policy = runs[0]
+        title = name if budget is None else f"{name}, budget {budget:g}"
+        settings = needles | {"batch": arguments.batch}
+        shares = heatmap.needles(model, tokenizer, policy, lengths, **settings)
+        heatmap.draw(shares, lengths, title, arguments.heatmap)
     return 0
 
 
@@ -235,12 +244,3 @@ def _table(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> 
     for row in rows[1:]:
         table.add_row(*row)
     return table
-
-
-def _heatmap(arguments: argparse.Namespace, model: Any, tokenizer: Tokenizer, run: Asking) -> None:
-    name, budget, policy = run
-    lengths = [arguments.length * part // 4 for part in range(1, 5)]
-    settings = {"examples": arguments.examples, "seed": arguments.seed, "batch": arguments.batch}
-    shares = heatmap.needles(model, tokenizer, policy, lengths, **settings)
-    title = name if budget is None else f"{name}, budget {budget:g}"
-    heatmap.draw(shares, lengths, title, arguments.heatmap)

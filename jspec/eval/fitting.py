@@ -128,6 +128,13 @@ def needle_question(tokenizer: Tokenizer, length: int, depth: float, seed: int) 
     return fitted(tokenizer, length, make)
 
 
+def shortest_needle(tokenizer: Tokenizer, depth: float, seed: int) -> int:
+    """The fewest tokens that `needle_question` can take, with the answer."""
+    prompt = ruler_bytes.needle(ruler_bytes.MIN_LENGTH, depth, seed)
+    asked = _asked(tokenizer, _bytes_question("single_needle", prompt))
+    return len(asked.prompt) + asked.room
+
+
 def fitted(tokenizer: Tokenizer, length: int, make: Callable[[int], Question]) -> Asked:
     """Find the longest question that with its answer takes at most ``length`` tokens.
 

@@ -8,12 +8,39 @@ from pathlib import Path
 import numpy as np
 
 from jspec.eval.evaluate import evaluate
-from jspec.eval.fitting import needle_question
+from jspec.eval.fitting import needle_question, shortest_needle
 from jspec.models.tokenizer import Tokenizer
 from jspec.policies import Policy
 from jspec.typing import Model
 
 DEPTHS = tuple(np.linspace(0, 1, 11).tolist())
+
+
+def lengths_up_to(
+    tokenizer: Tokenizer, length: int, *, examples: int = 1, seed: int = 0
+) -> list[int]:
+    """Four lengths in tokens up to ``length``, from a fourth of it or the shortest that asks.
+
+    Raises `ValueError` if no needle of `needles` fits into ``length``.
+    """
+    each = [(depth, one) for depth in DEPTHS for one in range(seed, seed + examples)]
+    least = max(shortest_needle(tokenizer, *one) for one in each)
+    if least > length:
+        raise ValueError(
+            f"--length {length} is too short for --heatmap; its shortest takes {least}"
+        )
+    return np.linspace(max(length // 4, least), length, 4).astype(int).tolist()
+
+
+def check_picture(path: str) -> None:
+    """Raise `ValueError` unless `draw` can write to ``path``."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise ValueError(f"--heatmap {path} must end in one of .{', .'.join(sorted(kinds))}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--heatmap {path}: {Path(path).parent} is no folder")
 
 
 def needles(

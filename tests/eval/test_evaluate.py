@@ -259,6 +259,17 @@ def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_heat_map_begins_with_the_shortest_needles(tokenizer, monkeypatch):
+    monkeypatch.setattr(heatmap, "DEPTHS", (0.0, 1.0))
+    assert heatmap.lengths_up_to(tokenizer, 8192) == [2048, 4096, 6144, 8192]
+    with pytest.raises(ValueError, match="--length 900 is too short for --heatmap; its shortest"):
+        heatmap.lengths_up_to(tokenizer, 900)
+    first, *_, last = heatmap.lengths_up_to(tokenizer, 1600, examples=2)
+    assert (first < 1100, last) == (True, 1600)
+    for seed in (0, 1):
+        assert heatmap.needle_question(tokenizer, first, 1.0, seed).question.answers
+
+
 def test_names_from_a_file_are_shown_as_they_are(small, capsys, tmp_path, monkeypatch):
     """No markup, no emoji, and no control character reaches the terminal."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -318,6 +329,8 @@ def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
             ["ruler", "--policy", "dense", "--policy", "quest", "--heatmap", "x.png"],
             "--heatmap takes one --policy",
         ),
+        (["ruler", "--heatmap", "x.txt"], "--heatmap x.txt must end in one of ."),
+        (["ruler", "--heatmap", "no/x.png"], "--heatmap no/x.png: no is no folder"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, message, capsys):
