@@ -123,6 +123,8 @@ class LLM:
             tokenizer = load_tokenizer(path) if tokenizer is None else tokenizer
             chat_template = load_chat_template(path) if chat_template is None else chat_template
             model = load_model(path)
+        if not hasattr(model, "config"):
+            raise TypeError(f"model={shown(model)} must be a path, a model, or None")
         if tokenizer is None:
             raise ValueError("a model without a directory needs tokenizer=load_tokenizer(...)")
         if isinstance(chat_template, str):

@@ -13,7 +13,7 @@ import numpy as np
 
 from jspec.config import SamplingParams, positive, shown
 from jspec.decode.blocks import Blocks, check_blocks
-from jspec.decode.checks import Prompt, agreed_params, as_ids, check_request
+from jspec.decode.checks import Prompt, agreed_params, as_ids, check_request, one_each
 from jspec.decode.options import DecodeOptions, ResolvedOptions
 from jspec.decode.prefill import rounded_capacity
 from jspec.decode.processors import LogitsProcessor, check_served
@@ -334,7 +334,9 @@ class Engine:
         if self.busy:
             raise RuntimeError("requests are at work; call warm_up before the first one")
         self._check_ready()
-        params = [params] if isinstance(params, SamplingParams) else params
+        if params is not None:
+            given = params if isinstance(params, (list, tuple)) else [params]
+            params = one_each(given, len(given))
         with self._device_work():
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):

@@ -122,9 +122,11 @@ def generate(
     models, config = resolved.models, resolved.config
     settings = (config, options.get("gamma"), resolved.steps, prefill_chunk)
     rows, ends = agreed_params(models, ids, params, settings), models.target.config.stop_tokens
-    requests = []
+    # Of few tokens none are few enough to compile a shorter step.
+    resolved = resolved.with_at_most(max(32, *(row.max_new_tokens for row in rows)))
+    config, requests = resolved.config, []
     for index, (prompt, row) in enumerate(zip(ids, rows, strict=True)):
-        callback = None if on_tokens is None else functools.partial(on_tokens, index)
+        callback = functools.partial(on_tokens, index) if callable(on_tokens) else on_tokens
         requests.append(Request(prompt, row, stops_of(row, ends), callback))
     settings = {"together": True, "logprobs": logprobs_of(rows)}
 

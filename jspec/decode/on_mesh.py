@@ -115,7 +115,15 @@ class _Jitted:
         )
 
     def __call__(self, models: Any, *args: Any, **static: Any) -> Any:
-        return self._jitted(models, args)(models, *args, **static)
+        try:
+            return self._jitted(models, args)(models, *args, **static)
+        except (RuntimeError, ValueError):
+            arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+            if any(not isinstance(x, Tracer) and x.is_deleted() for x in arrays):
+                raise ValueError(
+                    "this state was donated to an earlier call; continue with the one it returned"
+                ) from None
+            raise
 
     def lower(self, models: Any, *args: Any, **static: Any) -> jax.stages.Lowered:
         return self._jitted(models, args).lower(models, *args, **static)

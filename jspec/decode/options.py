@@ -109,6 +109,13 @@ class ResolvedOptions:
     makes_draft: bool
     variables: Sequence[VariableAndValue] = ()
 
+    def with_at_most(self, gamma: int) -> ResolvedOptions:
+        """These with at most ``gamma`` draft tokens a step: more than are asked for cost time."""
+        if self.config.gamma <= gamma or len(self.configs) > 1:
+            return self
+        config = dataclasses.replace(self.config, gamma=gamma)
+        return dataclasses.replace(self, config=config, configs={gamma: config})
+
     @classmethod
     def of(cls, model: Model, options: DecodeOptions) -> ResolvedOptions:
         """Check ``options``, and make what they need of the model.

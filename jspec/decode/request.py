@@ -43,6 +43,8 @@ class Request:
         on_tokens: OnTokens | None,
         engine: Engine | None = None,  # None in `jspec.generate`, which drives itself
     ) -> None:
+        if on_tokens is not None and not callable(on_tokens):
+            raise TypeError(f"on_tokens={shown(on_tokens)} must be callable, or None")
         self.params = params
         self.finished: str | None = None
         self.error: BaseException | None = None

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jspec.cache import Cache
+from jspec.checks import shown, whole_number
 from jspec.config import SamplingParams
 from jspec.decode.checks import agreed_params, as_ids, check_exact, check_models, check_requests
 from jspec.decode.draft import NoDraft
@@ -79,6 +80,11 @@ def score_top_tokens(
     if not ids:
         return []
     check_models(models)
+    if (number := whole_number(count)) is None or not 0 <= number <= model.config.vocab_size:
+        raise ValueError(
+            f"count={shown(count)} must be a whole number, at most the {model.config.vocab_size} "
+            "tokens of the model"
+        )
     one = agreed_params(models, ids, SamplingParams(max_new_tokens=1), Backends(backends))
     check_requests(models, [text[-1:] for text in ids], one)
     # A text of n tokens needs the context of a prompt of n - 1 and one new token.

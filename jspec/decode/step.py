@@ -137,6 +137,7 @@ def decode_step(
 def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[DecodeState, StepRecord]:
     check_rings(state.cache.specs, state.cache.layouts, config.gamma)
     check_started(state.exact, config.exact)
+    _check_drafter(config, models, state)
     if state.processing is not None and not state.processing.states:
         state, record = _step(config, models, state.with_processor_states())
         return _without_processor_states(state), record
@@ -148,6 +149,19 @@ def _step(config: StepConfig, models: Models, state: DecodeState) -> tuple[Decod
     if _may_branch(config, models):
         return _narrowest_step(config, models, state, drafted)
     return _verified_step(config, models, state, drafted)
+
+
+def _check_drafter(config: StepConfig, models: Models, state: DecodeState) -> None:
+    """Raise `ValueError` where the drafter of the steps has a state and the batch has none."""
+    if state.draft is not None:
+        return
+    size = (*state.tokens.shape, config.gamma)
+    if jax.eval_shape(lambda: config.draft.init(models, *size)) is not None:
+        name = type(config.draft).__name__
+        raise ValueError(
+            f"a state that was started without {name} has no steps with it; give start_decoding a "
+            "config with that draft, or pass the state through jspec.convert_state"
+        )
 
 
 def _may_branch(config: StepConfig, models: Models) -> bool:

@@ -22,7 +22,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.end_tokens import end_tokens, generation_end_tokens
 from jspec.models.errors import CheckpointError
 from jspec.models.families import family, model_config
-from jspec.models.files import read_json
+from jspec.models.files import check_directory, read_json
 from jspec.models.gguf_file import gguf_path
 from jspec.models.gguf_weights import GGUFWeights
 from jspec.models.joined import separate, separate_shapes
@@ -82,11 +82,7 @@ def check_model(path: Path) -> None:
     """Raise `CheckpointError` where ``path`` holds no model, before its files are read."""
     if gguf_path(path) is not None:
         return
-    if not path.is_dir():
-        state = "is neither a directory nor named *.gguf" if path.exists() else "does not exist"
-        raise CheckpointError(
-            f"{path} {state}; pass a local model directory or GGUF file, jspec downloads none"
-        )
+    check_directory(path)
     if (path / SETTINGS).is_file():
         return
     if not (path / saved.SETTINGS).is_file():

@@ -29,6 +29,15 @@ def directory_of(path: str | os.PathLike) -> Path:
     return path.parent if path.suffix == GGUF_SUFFIX and path.is_file() else path
 
 
+def check_directory(path: Path) -> None:
+    """Raise `CheckpointError` where a model directory or a GGUF file should be, and neither is."""
+    if not path.is_dir():
+        state = "is neither a directory nor named *.gguf" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"{path} {state}; pass a local model directory or GGUF file, jspec downloads none"
+        )
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """Read a regular file of at most ``limit`` bytes; raises `CheckpointError` for others."""
     try:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 
 from jspec.checks import shown
 from jspec.models.errors import CheckpointError, on_one_line
-from jspec.models.files import directory_of, read_json
+from jspec.models.files import check_directory, directory_of, read_json
 from jspec.models.gguf_file import GGUFFile, gguf_path
 from jspec.models.gguf_tokenizer import UnreadTokenizerError, tokenizer_fields
 from jspec.models.gguf_vocabulary import read_vocabulary
@@ -330,6 +330,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         else:
             return _gguf_tokenizer(metadata, values)
     if not file.exists():
+        if stored is None:
+            check_directory(Path(path))
         raise CheckpointError(f"{file} does not exist; a model directory holds a tokenizer.json")
     values, content = read_json(file, FILE_LIMIT), file.read_bytes()
     if not isinstance(values.get("model"), dict):

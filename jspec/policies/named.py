@@ -75,6 +75,8 @@ def made(kind: type, what: str, name: str, settings: str, **fixed: Any) -> Any:
         if key not in fields or not equals:
             known = ", ".join(f"{k}=" for k in fields) or "no settings"
             raise ValueError(f"{what} {name!r} has no setting {setting!r}; it has {known}")
+        if key in values:
+            raise ValueError(f"{what} {name}: {key}= is set twice; leave one out")
         try:
             values[key] = _value(fields[key], value)
         except ValueError:

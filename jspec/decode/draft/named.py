@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from jspec.checks import shown
 from jspec.decode.draft.chain import Chain
 from jspec.decode.draft.drafter import Drafter, NoDraft
 from jspec.decode.draft.lookup import NgramDraft, SuffixDraft
@@ -33,6 +34,8 @@ def named_draft(text: str) -> Drafter:
     settings may follow a semicolon: ``suffix > hata:budget=256; rounds=6,inner=4``. Raises
     `ValueError` for an unknown name or setting, and for a value of the wrong type.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"draft {shown(text)} must be a name, as 'ngram' or 'vegas:budget=0.1'")
     if ">" in text:
         return _chain(text)
     name, _, settings = text.partition(":")
@@ -51,7 +54,7 @@ def named_draft(text: str) -> Drafter:
 def _chain(text: str) -> Chain:
     names, _, settings = text.partition(";")
     parts = [part.strip() for part in names.split(">")]
-    if len(parts) != 2:
+    if len(parts) != 2 or not all(parts):
         raise ValueError(f"draft {text!r} must be FIRST > SECOND, a chain of two drafters")
     first, second = map(named_draft, parts)
     settings = "".join(settings.split())
