@@ -131,7 +131,11 @@ def _measure(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> int:
         if result.get("interrupted"):
             console().print(f"interrupted: {name} has only what was measured until then")
             return 130
-        good = good and all(row["checked"] is not False for row in result["rows"])
+        wrong = [row for row in result["rows"] if row["checked"] is False]
+        for row in wrong:
+            case = ",".join(f"{key}={value}" for key, value in row["case"].items())
+            print(f"bench: wrong output: {row['name']} of {case}", file=sys.stderr)
+        good = good and not wrong
     return 0 if good else 1
 
 

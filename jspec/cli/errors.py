@@ -44,7 +44,7 @@ def fail(message: str) -> int:
     return 2
 
 
-def interrupted() -> int:
-    """Say that Ctrl-C ended the command; returns the exit code."""
-    print("jspec: interrupted", file=sys.stderr)
+def interrupted(result: str = "") -> int:
+    """Say that Ctrl-C ended the command, and the ``result``; returns the exit code."""
+    print(f"jspec: interrupted{result}", file=sys.stderr)
     return INTERRUPTED

@@ -14,7 +14,8 @@ from typing import Any, TextIO
 from jspec.cli import demo
 from jspec.cli.compile_cache import keep_programs
 from jspec.cli.devices import leave_interrupted, named_mesh, one_voice, take_devices
-from jspec.cli.errors import INTERRUPTED, one_line
+from jspec.cli.errors import interrupted as say_interrupted
+from jspec.cli.errors import one_line
 from jspec.cli.output import error_of, result_of, whole_file, write_lines
 from jspec.cli.requests import CliRequest, Refused, read_requests
 from jspec.cli.serving import NO_TEMPLATE, Job, Outcome, Ready, Served, Show, serve
@@ -159,7 +160,10 @@ def _run(
     for line in refused:
         print(f"jspec: error: line {line.line}: {line.error}", file=sys.stderr)
     if interrupted:
-        return INTERRUPTED
+        missing = len(ready) - len(outcome.served)
+        return say_interrupted(
+            f"; {missing} of {len(ready)} requests have no result" if missing else ""
+        )
     return 2 if refused else 0
 
 

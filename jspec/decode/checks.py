@@ -214,7 +214,7 @@ def check_request(models: Models, prompt: Prompt, params: SamplingParams) -> Non
         raise ValueError(
             f"{whose}the prompt has {len(prompt)} tokens, which with max_new_tokens="
             f"{params.max_new_tokens} exceeds the context of {model.config.max_context}; shorten "
-            "the prompt, lower max_new_tokens or raise the context"
+            "the prompt, lower max_new_tokens or raise max_context of the config (--context)"
         )
 
 

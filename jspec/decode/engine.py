@@ -335,8 +335,8 @@ class Engine:
             raise RuntimeError("requests are at work; call warm_up before the first one")
         self._check_ready()
         if params is not None:
-            given = params if isinstance(params, (list, tuple)) else [params]
-            params = one_each(given, len(given))
+            batch = len(params) if isinstance(params, Sequence) else 1
+            params = one_each(params, batch)
         with self._device_work():
             # Twice: on a mesh, what a program returns may be placed otherwise than what it took.
             for _ in range(2):

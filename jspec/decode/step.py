@@ -155,8 +155,9 @@ def _check_drafter(config: StepConfig, models: Models, state: DecodeState) -> No
     """Raise `ValueError` where the drafter of the steps has a state and the batch has none."""
     if state.draft is not None:
         return
-    size = (*state.tokens.shape, config.gamma)
-    if jax.eval_shape(lambda: config.draft.init(models, *size)) is not None:
+    batch, capacity = state.tokens.shape
+    init = config.draft.init
+    if jax.eval_shape(lambda: init(models, batch, capacity, config.gamma)) is not None:
         name = type(config.draft).__name__
         raise ValueError(
             f"a state that was started without {name} has no steps with it; give start_decoding a "

@@ -89,12 +89,13 @@ def test_bytes_are_what_is_scored_and_what_is_read():
 
 
 @pytest.mark.exhaustive
-def test_the_suite_runs_and_a_wrong_policy_is_told(tmp_path, monkeypatch):
+def test_the_suite_runs_and_a_wrong_policy_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(layer, "policies", lambda case: workload.policies(case) | {"hata": Late()})
     asked = ("hata", "--case", SMALL, "--json", str(tmp_path / "out.json"))
     expected = ("hata", "streaming", "xla")
     assert main([*asked, *(x for name in expected for x in ("--backend", name))]) == 1
     result = json.loads((tmp_path / "out.json").read_text())
+    assert "bench: wrong output: hata of " in capsys.readouterr().err
     told = {row["name"]: row["checked"] for row in result["rows"]}
     assert told == {"hata": False, "streaming": True, "xla": True}
     (group,) = steps.groups(result["rows"])

@@ -50,7 +50,7 @@ def test_what_is_called_with_tokens_is_checked_first(tiny):
     engine = engine_of(tiny, "none")
     with pytest.raises(TypeError, match="on_tokens=3 must be callable, or None"):
         engine.submit([1, 2], FOUR, on_tokens=3)
-    with pytest.raises(TypeError, match="params hold 3, which is no SamplingParams"):
+    with pytest.raises(TypeError, match="params=3 must be a SamplingParams"):
         engine.warm_up(3)
 
 
