@@ -215,7 +215,7 @@ def test_a_chain_is_written_as_text(text, expected):
     ("text", "message"),
     [
         ("ngram > suffix > hata", "must be FIRST > SECOND, a chain of two drafters"),
-        ("ngram > ", "draft '' is unknown; choose one of"),
+        ("ngram > ", "'ngram > ' must be FIRST > SECOND"),
         (
             "ngram > suffix",
             "second=SuffixDraft(min_match=3, factor=4.0, other_rows=False) must draft",

@@ -259,6 +259,16 @@ def test_a_file_of_tasks_and_a_heat_map(small, capsys, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("x.txt", "x.txt must end in one of ."), ("no/x.png", "no/x.png: no is no folder")],
+)
+def test_a_heat_map_that_cannot_be_written_is_refused_first(path, message, capsys):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["eval", "ruler", "--heatmap", path]) == 2
+    assert f"--heatmap {message}" in capsys.readouterr().err
+
+
 def test_a_heat_map_begins_with_the_shortest_needles(tokenizer, monkeypatch):
     monkeypatch.setattr(heatmap, "DEPTHS", (0.0, 1.0))
     assert heatmap.lengths_up_to(tokenizer, 8192) == [2048, 4096, 6144, 8192]
@@ -329,8 +339,6 @@ def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
             ["ruler", "--policy", "dense", "--policy", "quest", "--heatmap", "x.png"],
             "--heatmap takes one --policy",
         ),
-        (["ruler", "--heatmap", "x.txt"], "--heatmap x.txt must end in one of ."),
-        (["ruler", "--heatmap", "no/x.png"], "--heatmap no/x.png: no is no folder"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, message, capsys):
