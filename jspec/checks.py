@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SHOWN = 8  # items of a list or an object in a message
+_LINE = 80  # characters of a value in a message
 
 
 def require(condition: bool, message: str) -> None:
@@ -73,17 +74,17 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     return known
 
 
-def shown(value: Any, limit: int = 80) -> str:
-    """``value`` as Python writes it, on one line of at most ``limit`` characters.
+def shown(value: Any) -> str:
+    """``value`` as Python writes it, on one line of at most 80 characters.
 
     For arguments, and for what files say: line breaks and escape sequences are spelled out.
     """
     short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = limit
+    short.maxstring = short.maxother = short.maxlong = _LINE
     short.maxlist = short.maxtuple = short.maxdict = short.maxset = _SHOWN
     short.maxlevel = 4
     try:
         text = " ".join(short.repr(value).split())
     except ValueError:  # Python prints no int of thousands of digits
         return f"{type(value).__name__} of thousands of digits"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if len(text) <= _LINE else f"{text[: _LINE - 3]}..."

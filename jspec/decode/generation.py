@@ -122,7 +122,7 @@ def generate(
     models, config = resolved.models, resolved.config
     settings = (config, options.get("gamma"), resolved.steps, prefill_chunk)
     rows, ends = agreed_params(models, ids, params, settings), models.target.config.stop_tokens
-    # Of few tokens none are few enough to compile a shorter step.
+    # At least 32, so that requests for few tokens share a compiled step.
     resolved = resolved.with_at_most(max(32, *(row.max_new_tokens for row in rows)))
     config, requests = resolved.config, []
     for index, (prompt, row) in enumerate(zip(ids, rows, strict=True)):

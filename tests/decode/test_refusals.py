@@ -140,7 +140,11 @@ OTHERS = [
     ({"gamma": "4"}, TypeError, "gamma='4' must be a whole number or 'auto'"),
     ({"gamma": True}, TypeError, "gamma=True must be a whole number"),
     ({"backends": "cuda"}, TypeError, "backends='cuda' must name backends of operations, as in {"),
-    ({"steps_per_chunk": 2.5}, ValueError, "steps_per_chunk=2.5 must be a whole number, at l"),
+    (
+        {"steps_per_chunk": 2.5},
+        ValueError,
+        "steps_per_chunk=2.5 must be a whole number, at least 1",
+    ),
     ({"prefill_chunk": 2.5}, ValueError, "a prefill chunk of 2.5 tokens must be at least 1"),
     ({"cache_dtype": "int8"}, ValueError, "a cache of 'int8' must be of float32, bfloat16,"),
     ({"cache_dtype": "fast"}, ValueError, "a cache of 'fast' must be of float32, bfloat16,"),

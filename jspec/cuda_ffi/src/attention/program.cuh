@@ -76,8 +76,8 @@ struct Item {
   int row, head, part;
 };
 
-// The work of a launch, whose items its programs take in turn. Items have no divisions: their
-// instructions, in each warp, would take longer than to read a block.
+// The work of a launch, whose items its programs take in turn. A program steps from item to item
+// without integer divisions, which took every warp longer than a block takes to be read.
 struct Work : Attention {
   Item step;               // from an item of a program to its next
   uint32_t round_inverse;  // 2^32 over the blocks of a round, of which each part has 2^together_log2
