@@ -66,3 +66,27 @@ def test_the_handler_takes_the_workspace_of_each_way(n, counted, collected, dtyp
         pytest.skip(reason)
     got = select_cuda(*jax.device_put(arguments), **static, cut=Cut(counted, collected))
     np.testing.assert_array_equal(got, by_sorting(*arguments, **static))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "values"),
+    [
+        (140_000, 9800, 2**20),  # a tile of the list for each block of a cluster
+        (300_000, 280_000, 2**20),  # several tiles
+        (300_000, 20_000, 3),  # ties in many blocks
+        (140_000, 3, 2**20),  # blocks without a share
+    ],
+    ids=["tile", "tiles", "ties", "few"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_that_share_a_list_take_the_best_of_it(n, k, values, dtype):
+    """On a GPU; the CPU's handler has one loop."""
+    static = {"k": k, "sinks": 1, "recent": 2, "highest": None}
+    scores = np.random.default_rng(k).integers(0, values, (2, n)) - 5.0
+    scores[1] = 1 + scores[1] / 2**24  # equal first digits: all of a row is listed
+    scores = scores.astype(jax.numpy.dtype(dtype))
+    arguments = scores, np.array([k, k // 2], np.int32), np.array([n, n - 77], np.int32)
+    if reason := SELECT.supports(*arguments, **static):
+        pytest.skip(reason)
+    got = select_cuda(*jax.device_put(arguments), **static)
+    np.testing.assert_array_equal(got, by_sorting(*arguments, **static))

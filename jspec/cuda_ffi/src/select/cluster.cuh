@@ -1,17 +1,19 @@
-// Selection among rows whose keys fit the registers of a block, or of the few blocks of a cluster,
-// which read each other's histograms in shared memory.
+// Histograms that the few blocks of a cluster keep, each in its shared memory, and read of each other.
 #pragma once
 
 #include "common/ptx_hopper.cuh"
-#include "select/take.cuh"
+#include "select/tile.cuh"
 
 namespace jspec {
 
+// Of the digits behind the first: a histogram of each, and a place for slots of a higher first digit.
+constexpr int kLaterBins = 2 * 1024 + 64;
+
 // Shared memory of such a block: a histogram of each digit, and its sums of 64 counts.
 struct ClusterShared {
-  __align__(16) uint32_t counters[kMostBins + 2 * 1024];
+  __align__(16) uint32_t counters[kMostBins + kLaterBins];
   uint32_t totals[3][64];
-  uint32_t sums[kWarps];
+  uint32_t sums[2 * kWarps];
   Place place;
 };
 
@@ -72,55 +74,6 @@ __device__ __forceinline__ Place find_in_cluster(const uint32_t* counters, const
           coarse.before_where([&](int at) { return at > segment.x; }) +
               fine.before_where([&](int at) { return at > digit.x; }),
           fine.before_where([&](int at) { return at == digit.x; })};
-}
-
-// A cluster takes a row, and each of its blocks `counted` slots, whose keys stay in registers.
-template <typename Key>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    cluster_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ ClusterShared shared;
-  const Digits& digits = work.plan.digits;
-  const int blocks = work.plan.chunks, block = blockIdx.x % blocks;
-  const Row<Key> row(work, blockIdx.x / blocks);
-  if (block == 0) row.write_forced();
-  if (row.taken.need == 0) return;
-  const Held<Key> held = row.tile(block * work.cut.counted, work.cut.counted);
-  clear(shared.counters, kMostBins + 2 * 1024);
-  clear(shared.totals[0], 3 * 64);
-  __syncthreads();
-  uint32_t threshold = 0;  // the digits found, as the highest bits of a key
-  int need = row.taken.need;
-  Before before{0, 0};
-  uint32_t* counters = shared.counters;
-  for (int level = 0; level < digits.levels; ++level) {
-    const int shift = digits.shift[level], bins = digits.bins[level];
-    const int width = level > 0 ? digits.shift[level - 1] - shift : 0;
-    const uint32_t mask = level > 0 ? (1u << width) - 1 : ~0u;
-    held.items.each([&](int i) {
-      const uint32_t own = key(held.raw[i]);
-      if (level == 0 || own >> (shift + width) == threshold) {
-        atomicAdd(counters + (own >> shift & mask), 1);
-      }
-    });
-    __syncthreads();
-    add_segments(counters, bins / 64, shared.totals[level]);
-    sync_cluster();
-    if (threadIdx.x < 32) {
-      const Place found =
-          find_in_cluster(counters, shared.totals[level], bins, blocks, block, need);
-      if (threadIdx.x == 0) shared.place = found;
-    }
-    __syncthreads();
-    const Place place = shared.place;
-    threshold = level > 0 ? threshold << width | place.found.digit : place.found.digit;
-    need = place.found.need;
-    before = {before.over + place.over, place.at};
-    counters += bins;
-  }
-  row.take(
-      held.items, threshold, need, before, shared.sums,
-      [&](int i) { return key(held.raw[i]); }, [&](int at) { return at; });
-  sync_cluster();  // no block ends while another reads its histograms
 }
 
 }  // namespace jspec

@@ -1,7 +1,56 @@
 // Selection on a GPU. docs/selection.md says why it is exact.
-#include "select/cluster.cuh"
+#include "select/take.cuh"
 
 namespace jspec {
+
+// A cluster takes a row, and each of its blocks `counted` slots, whose keys stay in registers.
+template <typename Key>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    cluster_kernel(const __grid_constant__ Work work, Key key) {
+  __shared__ ClusterShared shared;
+  const Digits& digits = work.plan.digits;
+  const int blocks = work.plan.chunks, block = blockIdx.x % blocks;
+  const Row<Key> row(work, blockIdx.x / blocks);
+  if (block == 0) row.write_forced();
+  if (row.taken.need == 0) return;
+  const Held<Key> held = row.tile(block * work.cut.counted, work.cut.counted);
+  clear(shared.counters, kMostBins + kLaterBins);
+  clear(shared.totals[0], 3 * 64);
+  __syncthreads();
+  uint32_t threshold = 0;  // the digits found, as the highest bits of a key
+  int need = row.taken.need;
+  Before before{0, 0};
+  uint32_t* counters = shared.counters;
+  for (int level = 0; level < digits.levels; ++level) {
+    const int shift = digits.shift[level], bins = digits.bins[level];
+    const int width = level > 0 ? digits.shift[level - 1] - shift : 0;
+    const uint32_t mask = level > 0 ? (1u << width) - 1 : ~0u;
+    held.items.each([&](int i) {
+      const uint32_t own = key(held.raw[i]);
+      if (level == 0 || own >> (shift + width) == threshold) {
+        atomicAdd(counters + (own >> shift & mask), 1);
+      }
+    });
+    __syncthreads();
+    add_segments(counters, bins / 64, shared.totals[level]);
+    sync_cluster();
+    if (threadIdx.x < 32) {
+      const Place found =
+          find_in_cluster(counters, shared.totals[level], bins, blocks, block, need);
+      if (threadIdx.x == 0) shared.place = found;
+    }
+    __syncthreads();
+    const Place place = shared.place;
+    threshold = level > 0 ? threshold << width | place.found.digit : place.found.digit;
+    need = place.found.need;
+    before = {before.over + place.over, place.at};
+    counters += bins;
+  }
+  row.take(
+      held.items, threshold, need, before, shared.sums,
+      [&](int i) { return key(held.raw[i]); }, [&](int at) { return at; });
+  sync_cluster();  // no block ends while another reads its histograms
+}
 
 const char* select(const Select& select, const Cut& cut, void* workspace, Stream stream) {
   const Rows& rows = select.rows;

@@ -1,11 +1,11 @@
 // The kernels of a selection. Rows of many chunks: `count_kernel` leaves a histogram of the first
 // digit for each chunk; `place_kernel` finds the digit that the row needs and writes the slots, or
 // for keys of several digits a list of what may be taken; `finish_kernel` takes the slots out of the
-// list. Rows of one chunk: `row_kernel` does all of it.
+// list, of which each block of a cluster has a share. Rows of one chunk: `row_kernel` does all of it.
 #pragma once
 
 #include "common/dependent.cuh"
-#include "select/tile.cuh"
+#include "select/cluster.cuh"
 
 namespace jspec {
 
@@ -145,52 +145,77 @@ struct Row {
     }
   }
 
-  // Takes the slots out of a list of `length`, by the digits behind the first. Called by all threads
-  // of a block once the list is there; `sums` holds two tiles' worth.
-  __device__ __forceinline__ void finish(const Found& first, int length, Counting& shared,
-                                         Found& chosen, uint32_t* sums) const {
+  // Takes the slots out of a list of `length`, by the digits behind the first one, `first`. Each of
+  // the `blocks` of a cluster has a share of the list. Called by all their threads once the list is
+  // there.
+  __device__ __forceinline__ void finish(int first, int length, int blocks, int block,
+                                         ClusterShared& shared) const {
     const Digits& digits = work.plan.digits;
     const int32_t* list = this->list();
     const uint32_t* listed_keys = this->listed_keys();
+    const int share = ((length - 1) / (64 * blocks) + 1) * 64;
+    const int begin = min(block * share, length), end = min(begin + share, length);
+    const bool is_held = end - begin <= kTile;
     uint32_t keys[kEach];
     const auto items_from = [&](int start) {
-      return Items<4>(start, min(kTile, (length - start + 63) / 64 * 64), 0, length);
+      return Items<4>(start, min(kTile, (end - start + 63) / 64 * 64), 0, end);
     };
     // No branch comes between the loads, so that all are on their way at once.
     const auto load = [&](const Items<4>& items) {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) keys[i] = listed_keys[min(items.at(i), length - 1)];
     };
-    load(items_from(0));
-    uint32_t threshold = first.digit;  // the digits found, as the highest bits of a key
-    int need = first.need;
+    load(items_from(begin));
+    uint32_t* counters = shared.counters + kMostBins;
+    clear(counters, kLaterBins);
+    clear(shared.totals[1], 2 * 64);
+    __syncthreads();
+    uint32_t threshold = first;  // the digits found, as the highest bits of a key
+    int need = taken.need;
+    Before before{0, 0};
     for (int level = 1; level < digits.levels; ++level) {
       const int shift = digits.shift[level], width = digits.shift[level - 1] - shift;
-      clear(shared.counters, digits.bins[level]);
-      __syncthreads();
-      for (int start = 0; start < length; start += kTile) {
+      const int bins = digits.bins[level] + (level == 1 ? 64 : 0);
+      uint32_t higher = 0;  // slots of a higher first digit, which count behind the last one here
+      for (int start = begin; start < end; start += kTile) {
         const Items<4> items = items_from(start);
-        if (length > kTile) load(items);
+        if (!is_held) load(items);
         items.each([&](int i) {
-          if (keys[i] >> (shift + width) == threshold) {
-            atomicAdd(shared.counters + (keys[i] >> shift & ((1u << width) - 1)), 1);
+          const uint32_t known = keys[i] >> (shift + width);
+          if (known == threshold) {
+            atomicAdd(counters + (keys[i] >> shift & ((1u << width) - 1)), 1);
+          } else if (known > threshold) {
+            ++higher;
           }
         });
       }
+      if (level == 1) {
+        higher = __reduce_add_sync(kAllLanes, higher);
+        if (threadIdx.x % 32 == 0) atomicAdd(counters + (1 << width), higher);
+      }
       __syncthreads();
-      const Found own = find(shared.counters, digits.bins[level], need, shared.totals, chosen);
-      threshold = threshold << width | own.digit;
-      need = own.need;
+      add_segments(counters, bins / 64, shared.totals[level]);
+      sync_cluster();
+      if (threadIdx.x < 32) {
+        const Place found =
+            find_in_cluster(counters, shared.totals[level], bins, blocks, block, need);
+        if (threadIdx.x == 0) shared.place = found;
+      }
       __syncthreads();
+      const Place place = shared.place;
+      threshold = threshold << width | place.found.digit;
+      need = place.found.need;
+      before = {before.over + place.over, place.at};
+      counters += bins;
     }
-    Before before{0, 0};
-    for (int start = 0; start < length; start += kTile) {
+    for (int start = begin, at = 0; start < end; start += kTile, ++at) {
       const Items<4> items = items_from(start);
-      if (length > kTile) load(items);
+      if (!is_held) load(items);
       before = take(
-          items, threshold, need, before, sums + start / kTile % 2 * kWarps,
+          items, threshold, need, before, shared.sums + at % 2 * kWarps,
           [&](int i) { return keys[i]; }, [&](int at) { return list[at]; });
     }
+    sync_cluster();  // no block ends while another reads its histograms
   }
 };
 
@@ -243,25 +268,23 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
+// The `blocks` of a cluster share a row's list.
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, 1)
-    finish_kernel(const __grid_constant__ Work work) {
-  __shared__ Counting shared;
-  __shared__ Found chosen;
-  __shared__ uint32_t sums[2 * kWarps];
-  const Row<Key> row(work, blockIdx.x);
+    finish_kernel(const __grid_constant__ Work work, int blocks) {
+  __shared__ ClusterShared shared;
+  const Row<Key> row(work, blockIdx.x / blocks);
   wait_for_kernels_ahead();
   if (row.taken.need == 0) return;
   const int4 known = *reinterpret_cast<const int4*>(row.found());
-  row.finish({known.x, known.y, known.z}, known.w, shared, chosen, sums);
+  row.finish(known.x, known.w, blocks, blockIdx.x % blocks, shared);
 }
 
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     row_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ Counting shared;
+  __shared__ ClusterShared shared;
   __shared__ Found chosen;
-  __shared__ uint32_t sums[4 * kWarps];
   const Row<Key> row(work, blockIdx.x);
   const int bins = work.plan.digits.bins[0], length = work.cut.counted;
   row.write_forced();
@@ -269,15 +292,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   clear(shared.counters, bins);
   const int first = row.taken.low / kTile * kTile;
   row.count(key, first, length - first, shared.counters);
-  const Found found = find(shared.counters, bins, row.taken.need, shared.totals, chosen);
+  const Found found = find(shared.counters, bins, row.taken.need, shared.totals[0], chosen);
   Before before{0, 0};
   for (int at = first; at < row.taken.high; at += kTile) {
     const Held<Key> held = row.tile(at, length);
-    before = row.place(key, held, found, before, sums + at / kTile % 2 * kWarps);
+    before = row.place(key, held, found, before, shared.sums + at / kTile % 2 * kWarps);
   }
   if constexpr (Key::kSeveral) {
     __syncthreads();  // the list is there
-    row.finish(found, before.over, shared, chosen, sums + 2 * kWarps);
+    row.finish(found.digit, before.over, 1, 0, shared);
   }
 }
 
@@ -289,7 +312,11 @@ const char* place(const Work& work, Key key, Stream stream) {
                                     stream, work, key, each);
   if constexpr (Key::kSeveral) {
     if (error != nullptr) return error;
-    error = launch_behind(finish_kernel<Key>, work.rows.rows, kThreads, 0, true, stream, work);
+    const int64_t rows = work.rows.rows, processors = is_hopper_or_newer() ? multiprocessors() : 0;
+    int blocks = 1;  // of a cluster; more of them than are at once would not be faster
+    while (blocks < kMaxClusterBlocks && 2 * blocks * rows <= processors) blocks *= 2;
+    error = launch_clusters(finish_kernel<Key>, blocks, rows * blocks, kThreads, 0, true, stream,
+                            work, blocks);
   }
   return error;
 }
