@@ -15,7 +15,7 @@ from jspec.typing import Array
 
 # As in src/gathered/gathered.h.
 CHANNELS = (64, 128)  # of a key and of a value
-MAX_LISTED = 65536  # slots of a list, with those of the tail
+MAX_LISTED = 131072  # slots of a list, with those of the tail
 MAX_PARTS = 32  # into which they are split
 TILE = 16  # slots
 FEW_ROWS = 8  # T * G up to which a block shares a part, and merges what its warps leave

@@ -175,7 +175,7 @@ def test_a_part_has_about_a_chunk_of_slots(listed, chunk, parts):
         ({"dtype": "float16"}, "q of float16, k and v of float16 are not all bfloat16"),
         ({"softcap": 5.0}, "softcap=5.0 or log_weights are passed: the kernel supports neither"),
         ({"scale": -1.0}, "scale=-1.0 is not positive"),
-        ({"count": 65536}, r"n \+ m = 65540 slots are over 65536"),
+        ({"count": 131072}, r"n \+ m = 131076 slots are over 131072"),
         ({"batch": 65536}, "B=65536 is over 65535"),
         ({"count": 0}, "or the selection of 0 slots is empty"),
         ({"slots": 0}, r"k \(2, 0, 1, 64\) or the selection of 99 .* is empty"),

@@ -169,12 +169,13 @@ def gathered_sizes(
 ) -> dict[str, int]:
     """The sizes that backends are ordered by.
 
-    ``rows`` is T * G; ``bits``: of a channel of a key; ``lists``: selections of a batch row, 1
-    where heads share one.
+    ``rows`` is T * G; ``kv_heads``: of all batch rows; ``bits``: of a channel of a key; ``lists``:
+    selections of a batch row, 1 where heads share one.
     """
     batch, tokens, heads, _ = q.shape
     kv_heads, channels = k.shape[2:]
     sizes = {"batch": batch, "tokens": tokens, "rows": tokens * heads // kv_heads}
+    sizes |= {"kv_heads": batch * kv_heads}
     lists = 1 if selected.ndim == 2 else selected.shape[1]
     sizes |= {"selected": selected.shape[-1], "channels": channels, "bits": 8 * k.dtype.itemsize}
     return sizes | {"lists": lists}

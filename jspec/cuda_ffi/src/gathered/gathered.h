@@ -7,7 +7,7 @@
 
 namespace jspec {
 
-constexpr int kMaxListed = 65536;  // slots of a list, with those of the tail
+constexpr int kMaxListed = 131072;  // slots of a list, with those of the tail
 constexpr int kMinStages = 2, kMaxStages = 8;
 constexpr int kMaxWarps = 16, kMaxBatch = 65535;
 
