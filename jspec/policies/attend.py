@@ -157,7 +157,7 @@ class SelectedAttend(Attend):
         if selection.key_rotation is not None:
             columns, where = rotated_columns(cache, layer, selection, self._new_positions)
             return read_columns(cache.specs[layer], q, columns, self.positions, where, sinks, up)
-        columns, slots = selected_columns(cache, layer, selection.positions, self._new_positions)
+        columns, slots = selected_columns(cache, layer, selection, self._new_positions)
         weights = None if selection.log_weights is None else selection.log_weights(q)
         return read_slots(
             *(cache, layer, q, columns, self.positions, slots),

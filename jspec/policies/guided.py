@@ -39,11 +39,15 @@ class Guidance(NamedTuple):
         since: int32 ``[B, m]``: the ascending positions that were committed since the last
             verification began, -1 after them; all of them are read.
         hashes: The parameters of `Guided.cache_policy`.
+        slots: Of each of ``read``, on a device that has some of a row only, what
+            `jspec.policies.read.local_slots` returns of it; found once, for all passes of a draft.
+            None where passes are to find it, as after a refresh.
     """
 
     read: tuple[Array | None, ...]
     since: Array
     hashes: Any = None
+    slots: tuple[tuple[Array, Array] | None, ...] | None = None
 
     def for_refresh(self) -> Guidance:
         """For a pass in which each layer selects again, by hashes."""
@@ -168,7 +172,8 @@ class Guided(Budgeted):
         read = policy_params.read[leader]
         if read is None:
             read = self._select_by_hashes(policy_params, layer, cache, q, context_len)
-        return Selection(read, num_layers=self.every)
+        slots = None if policy_params.slots is None else policy_params.slots[leader]
+        return Selection(read, slots=slots, num_layers=self.every)
 
     @jax.named_scope("selection")
     def _select_by_hashes(
@@ -294,10 +299,13 @@ def positions_before(lengths: Array, size: int) -> Array:
 
 
 def with_since(picked: Array, since: Array) -> Array:
-    """``picked [B, n]`` or ``[B, K, n]``, with ``since [B, m]`` appended."""
+    """``since [B, m]``, then ``picked [B, n]`` or ``[B, K, n]``.
+
+    In this order a device that has few of ``picked`` has them at the start of the list.
+    """
     since = since if picked.ndim == 2 else since[:, None]
     since = jnp.broadcast_to(since, (*picked.shape[:-1], since.shape[-1]))
-    return jnp.concatenate([picked, since], axis=-1)
+    return jnp.concatenate([since, picked], axis=-1)
 
 
 def padded(positions: Array, size: int) -> Array:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jspec.cache import Cache, LinearLayout, PagedLayout, Shards, Stripe
 from jspec.cache.cache import Read
-from jspec.cache.layout import Layout
 from jspec.config import LayerSpec
 from jspec.ops.append import rotate
 from jspec.ops.attention.dense import attention
@@ -211,33 +210,39 @@ def _attention(
 
 
 def selected_columns(
-    cache: Cache, layer: int, selected: Array, new_positions: Array
+    cache: Cache, layer: int, selection: Selection, new_positions: Array
 ) -> tuple[dict[str, Array], SelectedSlots]:
-    """A layer's columns, and the slots of ``selected`` positions, -1 for none, and of new ones.
+    """A layer's columns, and the slots of selected positions, -1 for none, and of new ones.
 
     ``new_positions`` int32 ``[B, m]``.
     """
-    layout = cache.layouts[layer]
+    layout, selected = cache.layouts[layer], selection.positions
+    assert selected is not None
     if isinstance(layout, PagedLayout):
         columns, slots = cache.in_memory(layer, selected)
         _, new_slots = cache.in_memory(layer, new_positions)
         end = layout.blocks * layout.block
         slots, new_slots = (jnp.where(x < end, x, -1) for x in (slots, new_slots))
         return columns, SelectedSlots(slots, new_slots)
-    return cache.columns[layer], selected_slots(layout, selected, new_positions)
-
-
-def selected_slots(layout: Layout, selected: Array, new_positions: Array) -> SelectedSlots:
-    """The slots of ``selected`` positions, -1 for none, and of ``new_positions [B, m]``."""
+    new_slots = layout.slots(new_positions)
+    if isinstance(layout, Stripe):
+        slots, counts = selection.slots or local_slots(layout, selected)
+        new_slots = jnp.where(new_slots < layout.size, new_slots, -1)
+        return cache.columns[layer], SelectedSlots(slots, new_slots, counts)
     # Of a linear layout they are the positions: no kernel needs to say so.
     is_linear = isinstance(layout, LinearLayout)
     slots = selected if is_linear else jnp.where(selected >= 0, layout.slots(selected), -1)
-    new_slots = layout.slots(new_positions)
-    if not isinstance(layout, Stripe):
-        return SelectedSlots(slots, new_slots)
-    # Positions of other devices have no slot here.
-    slots, new_slots = (jnp.where(x < layout.size, x, -1) for x in (slots, new_slots))
-    return SelectedSlots(slots, new_slots, filled(slots))
+    return cache.columns[layer], SelectedSlots(slots, new_slots)
+
+
+def local_slots(layout: Stripe, positions: Array) -> tuple[Array, Array]:
+    """The slots of those of ``positions [..., n]`` that this device has, -1 for others.
+
+    And int32 ``[...]``, how many entries of each list to read: up to its last slot.
+    """
+    slots = layout.slots(positions)
+    slots = jnp.where(slots < layout.size, slots, -1)
+    return slots, filled(slots)
 
 
 def read_slots(

@@ -14,6 +14,10 @@ from jspec.ops.select_sharded import select_sharded
 from jspec.ops.selection import select
 from jspec.typing import Array
 
+# A device's slots for each position that a row selects, up to which devices exchange all scores.
+# One selection of all is then faster than one of each device's best and another of those.
+SLOTS_PER_PICK = 8
+
 
 def best_positions(scores: Array, layout: Layout, k: int, **budget: Any) -> Array:
     """The positions of the ``k`` highest of the scores ``[..., S]`` of all slots.
@@ -24,6 +28,8 @@ def best_positions(scores: Array, layout: Layout, k: int, **budget: Any) -> Arra
     """
     if not isinstance(layout, Stripe):
         return highest(in_order(scores, layout), k, **budget)
+    if layout.size <= SLOTS_PER_PICK * k and not layout.wraps:
+        return _local(highest(in_order(scores, layout), k, **budget), layout)
     slots = select_sharded(
         *(scores, layout.slot_positions(budget["lengths"] - 1), k),
         axis_name=layout.axis,
@@ -32,6 +38,21 @@ def best_positions(scores: Array, layout: Layout, k: int, **budget: Any) -> Arra
     )
     positions = jnp.where(slots >= 0, layout.at(slots), -1)
     return _without_unread(scores, slots, positions, **budget)
+
+
+def _local(positions: Array, layout: Stripe) -> Array:
+    """Those of ``positions [..., k]`` that this device has, ascending, int32 ``[..., min(k, n)]``.
+
+    ``n``: its slots; -1 after them.
+    """
+    is_local = layout.slots(positions) < layout.size
+    number = is_local.sum(axis=-1, dtype=jnp.int32)
+    size = min(positions.shape[-1], layout.size)
+    # Scores of 32 values for each kind: a histogram of two would add one by one.
+    order = jnp.arange(positions.shape[-1], dtype=jnp.int32) % 32
+    index = select(jnp.where(is_local, order + 32, order), size, counts=number, highest=63)
+    local = jnp.take_along_axis(positions, jnp.maximum(index, 0), axis=-1)
+    return jnp.where(index >= 0, local, -1)
 
 
 def softmax(scores: Array, layout: Layout, context_len: Array) -> Array:
@@ -114,9 +135,16 @@ def _is_committed(scores: Array, layout: Layout, context_len: Array) -> Array:
 
 
 def in_order(scores: Array, layout: Layout) -> Array:
-    """Scores of all slots ``[..., S]`` in the order of their positions."""
+    """Scores of all slots ``[..., S]`` in the order of their positions.
+
+    Of a `Stripe` those of all devices, which send them to each other.
+    """
     if isinstance(layout, LinearLayout):
         return scores
+    if isinstance(layout, Stripe):
+        blocks = scores.reshape(*scores.shape[:-1], -1, layout.block)
+        every = lax.all_gather(blocks, layout.axis, axis=blocks.ndim - 1)
+        return every.reshape(*scores.shape[:-1], layout.capacity)
     order = layout.slots(jnp.arange(layout.size, dtype=jnp.int32))
     return jnp.take(scores, order, axis=-1)
 

@@ -25,6 +25,9 @@ class Selection:
             `jax.tree_util.Partial`, so that it is part of the pytree. None weighs all equally.
         key_rotation: float32 ``[B, n, H / 2]``: angles by which the keys at ``positions [B, n]``
             are rotated before they are read; None for none.
+        slots: On a device that has some of a row only: the slots of ``positions`` and how many of
+            them to read, as `jspec.policies.read.local_slots` returns. None where the layer that
+            reads is to find them.
         num_layers: How many layers read ``positions``: the layer that selected them, and those
             after it. The other fields are for this layer alone.
     """
@@ -32,6 +35,7 @@ class Selection:
     positions: Array | None = None
     log_weights: Callable[[Array], Array] | None = None
     key_rotation: Array | None = None
+    slots: tuple[Array, Array] | None = None
     num_layers: int = dataclasses.field(default=1, metadata={"static": True})
 
 

@@ -10,6 +10,7 @@ from jspec.cache import Cache, LinearLayout, PagedLayout
 from jspec.cache.paged import rows_into_blocks
 from jspec.config import LayerSpec
 from jspec.policies.read import gather_columns, selected_columns
+from jspec.policies.selection import Selection
 
 SPEC = LayerSpec(kv_heads=2, key_size=4, value_size=4)
 LAYOUT = PagedLayout(12, 7, 4)
@@ -66,12 +67,14 @@ def test_positions_are_read_where_the_table_says():
     for positions in (shared, per_head):
         got, want = (gather_columns(x, 0, positions, ["keys"])["keys"] for x in (paged, plain))
         np.testing.assert_array_equal(got[:2], want[:2])
-        columns, slots = selected_columns(paged, 0, positions, shared)
+        columns, slots = selected_columns(paged, 0, Selection(positions), shared)
         assert columns["keys"].shape == (1, 28, 2, 4)
         assert slots.selected[0].ravel()[0] == 3 * 4 + 3
         assert (slots.selected[2] == -1).all()
         assert (slots.new[2] == -1).all()
-    assert selected_columns(paged, 0, jnp.full((3, 2), -1), shared)[1].selected.max() == -1
+    assert (
+        selected_columns(paged, 0, Selection(jnp.full((3, 2), -1)), shared)[1].selected.max() == -1
+    )
 
 
 @pytest.mark.parametrize("size", [3, 4, 9, 12])

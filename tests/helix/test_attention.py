@@ -20,7 +20,8 @@ from jspec.helix.attention import all_to_all_merge
 from jspec.helix.mesh import STRATEGIES, Strategy
 from jspec.ops.attention.dense import attention
 from jspec.ops.attention.merge import merge_attention
-from jspec.policies.read import in_slots, selected_slots
+from jspec.policies.read import in_slots, selected_columns
+from jspec.policies.selection import Selection
 from tests.parameters import default_run
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
@@ -323,7 +324,7 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
             is_read_by_slots.append(in_slots(cache, 0, positions[None])[1] is None)
         slots = jnp.arange(layout.size, dtype=jnp.int32)
         parts = layout.slots(positions), layout.slot_positions(newest), layout.at(slots)
-        read = selected_slots(layout, positions[None], positions[None])[:2]
+        read = selected_columns(cache, 0, Selection(positions[None]), positions[None])[1][:2]
         return jax.tree.map(lambda x: x[None], (*parts, layout.last_slots(positions), read))
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=(), out_specs=P("kvp"))

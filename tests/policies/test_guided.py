@@ -195,7 +195,7 @@ def test_layers_that_follow_read_what_their_leader_picks_again():
     models = Models(model, policy=prepare_params(config.cache_policy, model))
     state = start_decoding(models, prompts((30, 7)), config=config)
     assert ["codes" in x for x in state.cache.columns] == [False, True, False, True, True, True]
-    _, policy_params = config.draft.view(models, state.draft, state.cache.lengths)
+    _, policy_params = config.draft.view(models, state.draft, state.cache)
 
     @jax.jit
     def read(models, policy_params, state):

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jspec.cache import LinearLayout, StripedLayout
-from jspec.policies.scores import max_with_previous, softmax
+from jspec.policies.scores import SLOTS_PER_PICK, best_positions, max_with_previous, softmax
 
 SIZE, LENGTHS = 48, (48, 0, 1, 17)
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
@@ -71,3 +71,40 @@ def test_weights_are_of_the_positions_of_all_devices(ranks):
         weights /= weights.sum(axis=-1, keepdims=True)
         np.testing.assert_allclose(result[row, :, :length], weights, rtol=1e-5, atol=1e-12)
         assert not result[row, :, length:].any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("k", [1, 2, 3, 20])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_each_device_has_its_own_of_the_best_of_all(ranks, k, dtype):
+    """Whether devices exchange all scores or those of their best; many scores are equal."""
+    assert SIZE // 4 > SLOTS_PER_PICK  # for one pick
+    none = -1 if dtype == "int32" else -np.inf
+    scores = np.random.default_rng(k).integers(-1, 4, (4, 2, SIZE)).astype(dtype)
+    scores[scores < 0] = none
+    scores[3, :, 17:] = 9  # beyond the row's end
+    budget = {"lengths": jnp.asarray(LENGTHS, jnp.int32), "sinks": 0, "recent": 0}
+    budget |= {"highest": 9} if dtype == "int32" else {}
+    local = shared(
+        lambda x, layout: _marked(best_positions(x, layout, k, **budget), layout), scores, ranks
+    )
+    for row, length in enumerate(LENGTHS):
+        for head in range(2):
+            known = scores[row, head, :length]
+            best = np.argsort(-known, stable=True)[:k]
+            best = set(best[known[best] > none].tolist())
+            assert set(np.flatnonzero(local[row, head]).tolist()) == best
+            # Each device lists its own in ascending order, from 1 on.
+            for rank in range(ranks):
+                mine = [p for p in sorted(best) if p // 4 % ranks == rank]
+                numbers = local[row, head, mine].tolist()
+                assert numbers == list(range(1, len(mine) + 1))
+
+
+def _marked(positions, layout):
+    """The place in the list ``positions [B, K, n]``, from 1 on, of each slot of a device."""
+    places = jnp.broadcast_to(jnp.arange(1, positions.shape[2] + 1), positions.shape)
+    slots = jnp.where(positions >= 0, layout.slots(positions), layout.size)
+    index = jnp.arange(positions.shape[0])[:, None, None], jnp.arange(positions.shape[1])[:, None]
+    zeros = jnp.zeros((*positions.shape[:2], layout.size), jnp.int32)
+    return zeros.at[*index, slots].set(places, mode="drop")

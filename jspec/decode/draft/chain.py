@@ -146,7 +146,7 @@ class Chain(Drafter):
         inside = dataclasses.replace(
             state, limits=begin + max_lengths, done=state.done | (max_lengths == 0), draft=first
         )
-        policy, policy_params = self.second.view(models, second, context_len)
+        policy, policy_params = self.second.view(models, second, state.cache)
         # Each round adds at least one token.
         rounds = min(self.rounds, gamma)
         logits = None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jspec.cache import Cache
+from jspec.cache import Cache, Stripe
 from jspec.cache.cache import longer
 from jspec.config import shown
 from jspec.decode.draft.autoregressive import autoregressive
@@ -25,6 +25,7 @@ from jspec.policies.collect import picks
 from jspec.policies.compact import Compact, CompactAttend
 from jspec.policies.guided import Guidance, padded, positions_before, with_since
 from jspec.policies.policy import check_policy
+from jspec.policies.read import local_slots
 from jspec.typing import Array, Model
 
 VEGAS = Vegas()
@@ -64,11 +65,8 @@ class SparseDrafter(Drafter):
                 "target; pass draft.prepare(jspec.Models(target))"
             )
 
-    def view(self, models: Models, drafter_state: Any, context_len: Array) -> tuple[Policy, Any]:
-        """The policy by which a pass selects what it reads, and the policy's parameters.
-
-        ``context_len`` int32 ``[B]``: committed positions per row.
-        """
+    def view(self, models: Models, drafter_state: Any, cache: Cache) -> tuple[Policy, Any]:
+        """The policy by which a pass over ``cache`` selects what it reads, and its parameters."""
         raise NotImplementedError
 
     @property
@@ -113,7 +111,7 @@ class SparseDrafter(Drafter):
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
         context_len, model = state.cache.lengths, self.model_of(models)
-        policy, policy_params = self.view(models, state.draft, context_len)
+        policy, policy_params = self.view(models, state.draft, state.cache)
 
         def advance(step, token, positions, carry, is_refresh=False):
             cache, policy_params = carry
@@ -155,7 +153,7 @@ class SelfDraft(SparseDrafter):
     def cache_policy(self) -> Policy:
         return self.policy
 
-    def view(self, models: Models, drafter_state: Any, context_len: Array) -> tuple[Policy, Any]:
+    def view(self, models: Models, drafter_state: Any, cache: Cache) -> tuple[Policy, Any]:
         return self.policy, models.policy
 
     def draft(self, models: Models, state: DecodeState, gamma: int) -> tuple[Drafted, DecodeState]:
@@ -287,12 +285,20 @@ class GuidedDraft(SparseDrafter):
         picked = tuple(None if x is None else wider(x) for x in drafter_state.picked)
         return dataclasses.replace(drafter_state, picked=picked)
 
-    def view(
-        self, models: Models, drafter_state: Guide, context_len: Array
-    ) -> tuple[Guided, Guidance]:
+    def view(self, models: Models, drafter_state: Guide, cache: Cache) -> tuple[Guided, Guidance]:
         since = drafter_state.since
         read = tuple(None if x is None else with_since(x, since) for x in drafter_state.picked)
-        return self.policy, Guidance(read, since, models.policy)
+        guidance = Guidance(read, since, models.policy)
+        if cache.shards is None or self.refresh:
+            return self.policy, guidance
+
+        def slots_of(layer: int, positions: Array | None) -> tuple[Array, Array] | None:
+            layout = cache.layouts[layer]
+            is_part = positions is not None and isinstance(layout, Stripe)
+            return local_slots(layout, positions) if is_part else None
+
+        slots = tuple(slots_of(layer, x) for layer, x in enumerate(read))
+        return self.policy, guidance._replace(slots=slots)
 
     def learn(self, state: DecodeState, target_pass: TargetPass, verified: Verified) -> DecodeState:
         guide: Guide = state.draft
