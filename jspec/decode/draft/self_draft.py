@@ -294,8 +294,9 @@ class GuidedDraft(SparseDrafter):
 
         def slots_of(layer: int, positions: Array | None) -> tuple[Array, Array] | None:
             layout = cache.layouts[layer]
-            is_part = positions is not None and isinstance(layout, Stripe)
-            return local_slots(layout, positions) if is_part else None
+            if positions is None or not isinstance(layout, Stripe):
+                return None
+            return local_slots(layout, positions)
 
         slots = tuple(slots_of(layer, x) for layer, x in enumerate(read))
         return self.policy, guidance._replace(slots=slots)
