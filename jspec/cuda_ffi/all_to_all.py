@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from jax import lax
 
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.errors import BuildError
+from jspec.dispatch import named_backend
 from jspec.ops.all_to_all import OneSided
+from jspec.ops.exact import NAME as EXACT_DECODE
 from jspec.ops.vocabulary import Axes
 from jspec.typing import Array
 
@@ -48,44 +51,75 @@ def all_to_all_merge_cuda(out: Array, lse: Array, axes: Axes) -> tuple[Array, Ar
     """Exchange and merge attention over parts of the keys: ``merge`` of an `OneSided`."""
     batch, tokens, heads, size = out.shape
     ranks, numbers = lax.axis_size(axes), LINE_BYTES // out.dtype.itemsize
-    # A head's log-sum-exp has a line of its own.
-    lines = batch * tokens * heads // ranks * (size // numbers + 1)
     if out.dtype not in (jnp.bfloat16, jnp.float32) or size % numbers:
         return None
-    if lines * LINE_BYTES > MAX_BYTES:
+    # A head's log-sum-exp has a line of its own.
+    row_bytes = heads // ranks * (size // numbers + 1) * LINE_BYTES
+
+    def merge(out: Array, lse: Array) -> Sequence[Array]:
+        rows = len(out)
+        return library.call(
+            "all_to_all_merge",
+            [
+                jax.ShapeDtypeStruct((rows, heads // ranks, size), out.dtype),
+                jax.ShapeDtypeStruct((rows, heads // ranks), jnp.float32),
+            ],
+            *(out, lse),
+            vmap_method="sequential",
+            ranks=np.int64(ranks),
+            patience=np.int64(PATIENCE * 1e9),
+        )
+
+    rows = [out.reshape(-1, heads, size), lse.reshape(-1, heads)]
+    if (results := _in_messages(merge, rows, row_bytes)) is None:
         return None
     shape = batch, tokens, heads // ranks
-    merged, sums = library.call(
-        "all_to_all_merge",
-        [
-            jax.ShapeDtypeStruct((batch * tokens, heads // ranks, size), out.dtype),
-            jax.ShapeDtypeStruct((batch * tokens, heads // ranks), jnp.float32),
-        ],
-        out.reshape(batch * tokens, heads, size),
-        lse.reshape(batch * tokens, heads),
-        vmap_method="sequential",
-        ranks=np.int64(ranks),
-        patience=np.int64(PATIENCE * 1e9),
-    )
-    return merged.reshape(*shape, size), sums.reshape(shape)
+    return results[0].reshape(*shape, size), results[1].reshape(shape)
 
 
 def all_reduce_cuda(x: Array, axes: Axes, dtype: Any, add: Array | None) -> Array | None:
     """Sum ``x`` over the ranks, in their order: ``reduce`` of an `OneSided`."""
-    if x.dtype != jnp.float32 or x.nbytes > MAX_BYTES or dtype not in (jnp.float32, jnp.bfloat16):
+    if x.dtype != jnp.float32 or dtype not in (jnp.float32, jnp.bfloat16):
         return None
     if add is not None and add.dtype != dtype:
         return None
+
+    def reduce(*values: Array) -> Sequence[Array]:
+        return library.call(
+            "all_reduce",
+            [jax.ShapeDtypeStruct(values[0].shape, dtype)],
+            *values,
+            vmap_method="sequential",
+            ranks=np.int64(lax.axis_size(axes)),
+            patience=np.int64(PATIENCE * 1e9),
+        )
+
     values = [_whole(y.reshape(-1), LINE_BYTES // 4) for y in (x, add) if y is not None]
-    (sums,) = library.call(
-        "all_reduce",
-        [jax.ShapeDtypeStruct(values[0].shape, dtype)],
-        *values,
-        vmap_method="sequential",
-        ranks=np.int64(lax.axis_size(axes)),
-        patience=np.int64(PATIENCE * 1e9),
-    )
-    return sums[: x.size].reshape(x.shape)
+    sums = _in_messages(reduce, values, x.dtype.itemsize)
+    return None if sums is None else sums[0][: x.size].reshape(x.shape)
+
+
+def _in_messages(
+    send: Callable[..., Sequence[Array]], arrays: Sequence[Array], row_bytes: int
+) -> list[Array] | None:
+    """The results of ``send(*arrays)`` by messages that are not too large, or None.
+
+    ``arrays [n, ...]`` are cut into the same rows, of which each sends ``row_bytes``. What is one
+    message takes one call. Only exact passes take several: XLA would send them faster, and sum in
+    an order of its own.
+    """
+    count, most = len(arrays[0]), max(MAX_BYTES // row_bytes, 1)
+    if count <= most:
+        return list(send(*arrays))
+    if named_backend("linear") != EXACT_DECODE:
+        return None
+    results: list[Sequence[Array]] = []
+    for begin in range(0, count, most):
+        piece = [x[begin : begin + most] for x in arrays]
+        if results:  # one message after the other
+            piece, _ = lax.optimization_barrier((piece, results[-1]))
+        results.append(send(*piece))
+    return [jnp.concatenate(x) for x in zip(*results, strict=True)]
 
 
 def _whole(x: Array, numbers: int) -> Array:

@@ -239,13 +239,13 @@ def _refuses_chain(x, ops, *, added, gated, sums=()) -> str | None:
     for i, (op, gates) in enumerate(zip(ops, gated, strict=True)):
         static = {"gated": gates, "transposed": False, "dtype": x.dtype}
         reason = refuses(reads[i], *op, **static)
-        if reason := reason or _refuses_sum(sums[i] if sums else None, reads[i + 1]):
+        if reason := reason or refuses_sum(sums[i] if sums else None, reads[i + 1]):
             return f"ops[{i}]: {reason}"
     axes = {total.axes for total in sums if total}
     return f"sums are over {len(axes)} groups of devices" if len(axes) > 1 else None
 
 
-def _refuses_sum(total: Sum | None, y: jax.ShapeDtypeStruct) -> str | None:
+def refuses_sum(total: Sum | None, y: jax.ShapeDtypeStruct) -> str | None:
     """Why ``y`` cannot be summed over devices so, or None."""
     if total is None:
         return None

@@ -278,7 +278,7 @@ def check_exact(model: Model, cache_policy: Policy, exact: Exact) -> None:
     docs/batch_invariance.md says why a token's bits follow from its own row alone where they can.
     ``cache_policy``: the policy whose columns its cache keeps.
     """
-    reason = refuses_exact(model, cache_policy)
+    reason = refuses_exact(model, cache_policy, exact)
     if reason is not None:
         raise BackendError(f'exact="{exact}" cannot serve this request: {reason}; leave exact out')
 
@@ -293,18 +293,25 @@ def check_started(exact: Exact | None, step_exact: Exact | None) -> None:
         )
 
 
-def refuses_exact(model: Model, cache_policy: Policy) -> str | None:
+def refuses_exact(model: Model, cache_policy: Policy, exact: Exact) -> str | None:
     """Why this model's passes over a cache with this policy's columns cannot be exact, or None."""
     if reason := refuses_triton():
         return reason
-    arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array)]
-    if mesh_model(model) is not None or any(len(x.sharding.device_set) > 1 for x in arrays):
-        return "its weights lie on a mesh, where sums over devices follow the mesh"
+    if (on_mesh := mesh_model(model)) is not None:
+        if reason := on_mesh.refuses_exact(exact):
+            return reason
+        model = on_mesh.model
+    elif any(len(x.sharding.device_set) > 1 for x in _arrays(model)):
+        return "XLA sums over the devices of its mesh in an order of its own"
     if not isinstance(model, Decoder):
         return f"{type(model).__name__} is no jspec.Decoder, whose products jspec runs"
     if str(model.dtype) not in DTYPES:
         return f"its weights of {model.dtype} are none of {', '.join(DTYPES)}"
     return _refuses_config(model.config, cache_policy)
+
+
+def _arrays(model: Model) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(model) if isinstance(x, jax.Array)]
 
 
 def _refuses_config(config: ModelConfig, cache_policy: Policy) -> str | None:

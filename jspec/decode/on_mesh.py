@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jspec.cache import Layout
 from jspec.cache.layout import layouts_of
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import Models
+from jspec.decode.state import Exact, Models
 from jspec.processes import from_first, in_time
 from jspec.sharding import Placing, device_sharding, explicit_mesh_sharding, with_auto_axes
 from jspec.typing import Model
@@ -23,6 +23,11 @@ class MeshModel(Model, Protocol):
 
     It gets the arrays of all devices; each device runs the same code on its part.
     """
+
+    @property
+    def model(self) -> Model:
+        """The model that each device runs, with the arrays of all."""
+        ...
 
     @property
     def processes(self) -> int:
@@ -53,6 +58,10 @@ class MeshModel(Model, Protocol):
 
     def check(self, config: StepConfig) -> None:
         """Raise `ValueError` for a config whose steps cannot run on the mesh."""
+        ...
+
+    def refuses_exact(self, exact: Exact) -> str | None:
+        """Why passes on the mesh are not exact at this level, or None."""
         ...
 
     @property

@@ -237,7 +237,7 @@ def usual_exact(model: Model, config: StepConfig, level: Exact | None) -> Exact 
     if level is None or config.is_lossy or config.draft.traits.branches:
         return None
     is_named = not set(config.backends).isdisjoint(EXACT_BACKENDS[level])
-    return None if is_named or refuses_exact(model, config.cache_policy) else level
+    return None if is_named or refuses_exact(model, config.cache_policy, level) else level
 
 
 def check_names(options: Mapping[str, Any]) -> None:

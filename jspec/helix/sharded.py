@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jspec.cache import Cache, Layout
 from jspec.config import LayerSpec
 from jspec.decode.settings import StepConfig
-from jspec.decode.state import Models
+from jspec.decode.state import Exact, Models
 from jspec.helix.cache import (
     cache_specs,
     column_spec,
@@ -167,6 +168,24 @@ class Sharded:
                 f"strategy={self.helix.strategy!r} is there to be compared with and reads all "
                 f"there is; take strategy='helix' for {reads}"
             )
+
+    def refuses_exact(self, exact: Exact) -> str | None:
+        """Why passes on the mesh are not exact at this level, or None."""
+        helix = self.helix
+        if exact != "tokens":
+            return 'XLA sums prompts over devices in an order of its own; exact="tokens" can be'
+        if helix.exchange != "cuda":
+            return (
+                f"exchange={helix.exchange!r} sums over devices in an order of its own; "
+                "HelixConfig(exchange='cuda') sums in that of the ranks"
+            )
+        if helix.strategy != "helix":
+            return f"strategy={helix.strategy!r} is there to be compared with"
+        if self.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"XLA sums {self.dtype} over devices"
+        if any(spec.window is not None for spec in self.model.config.layers):
+            return "a layer with a sliding window has a ring on each device"
+        return None
 
     def _specs_of(self, tree: Any) -> Any:
         """How each array of ``tree`` is sharded, in its structure; replicated unless known."""

@@ -6,14 +6,17 @@ sizes that no batch, number of tokens or capacity changes, and refuse for no rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from jspec.dispatch import Backend, BackendError, Operation
 from jspec.ops.attention import dense, scored
 from jspec.ops.linear import LINEAR, linear, linear_sizes
-from jspec.ops.linear_chain import Arrays, chain_shapes, run_chain
+from jspec.ops.linear_chain import Arrays, Sum, chain_shapes, run_chain
 from jspec.ops.quantized import MXFP4, Quantized
 from jspec.typing import Array
 
@@ -63,20 +66,47 @@ def _backend(operation: Operation) -> Backend:
 
 
 def _chain(
-    x: Array, ops: Sequence[Arrays], *, added: Sequence[int | None], gated: Sequence[bool]
+    x: Array,
+    ops: Sequence[Arrays],
+    *,
+    added: Sequence[int | None],
+    gated: Sequence[bool],
+    sums: Sequence[Sum | None] = (),
 ) -> tuple[Array, ...]:
     """One call of CUDA if its kernel takes each matmul, else one after the other: the same bits."""
-    from jspec.cuda_ffi.linear import linear_chain_cuda
+    from jspec.cuda_ffi.linear import linear_chain_cuda, refuses_sum
 
-    *reads, _ = chain_shapes(x, ops, added=added, gated=gated)
-    static = {"transposed": False, "dtype": x.dtype}
+    _, *results = chain_shapes(x, ops, added=added, gated=gated)
+    totals = sums or (None,) * len(ops)
     names = {
-        EXACT_LINEAR.choose(None, read, *op, gated=gates, **static).name
-        for read, op, gates in zip(reads, ops, gated, strict=True)
+        EXACT_LINEAR.choose(None, *arguments, **static).name
+        for arguments, static in _matmuls(x, ops, added=added, gated=gated, sums=sums)
     }
-    if names == {"cuda"}:
-        return linear_chain_cuda(x, ops, added=added, gated=gated, exact=True)
-    return run_chain(_matmul, x, ops, added=added, gated=gated)
+    too_large = any(map(refuses_sum, totals, results))
+    run = functools.partial(run_chain, _matmul)
+    if names == {"cuda"} and not too_large:
+        run = functools.partial(linear_chain_cuda, exact=True)
+    return run(x, ops, added=added, gated=gated, sums=sums)
+
+
+def _matmuls(
+    x: Array,
+    ops: Sequence[Arrays],
+    *,
+    added: Sequence[int | None],
+    gated: Sequence[bool],
+    sums: Sequence[Sum | None],
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of `linear` of each matmul of a chain; of a sum those of its terms."""
+    *reads, _ = chain_shapes(x, ops, added=added, gated=gated)
+    each = zip(reads, ops, gated, sums or (None,) * len(ops), strict=True)
+    for read, (kernel, bias, norm, add), gates, total in each:
+        static = {"gated": gates, "transposed": False}
+        if total is None:
+            yield (read, kernel, bias, norm, add), static | {"dtype": x.dtype}
+        else:
+            dtype = np.dtype(np.float32)
+            yield (read, kernel, None, norm, None), static | {"dtype": dtype}
 
 
 def _matmul(x, kernel, bias, norm, add, *, gated, dtype) -> Array:
@@ -85,13 +115,11 @@ def _matmul(x, kernel, bias, norm, add, *, gated, dtype) -> Array:
 
 
 def _supports_chain(x, ops, *, added, gated, sums=()) -> str | None:
-    if any(sums):
-        return "an exact matmul is not summed over devices"
-    *reads, _ = chain_shapes(x, ops, added=added, gated=gated)
-    static = {"transposed": False, "dtype": x.dtype}
+    if any(total and total.by != "cuda" for total in sums):
+        return "an exact matmul is summed over devices by cuda alone, in the order of the ranks"
     reasons = (
-        LINEAR_BACKEND.supports(read, *op, gated=gates, **static)
-        for read, op, gates in zip(reads, ops, gated, strict=True)
+        LINEAR_BACKEND.supports(*arguments, **static)
+        for arguments, static in _matmuls(x, ops, added=added, gated=gated, sums=sums)
     )
     return next((f"ops[{i}]: {reason}" for i, reason in enumerate(reasons) if reason), None)
 

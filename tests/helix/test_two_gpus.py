@@ -4,10 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import jspec
 from jspec import helix
+from jspec.config import ModelConfig
+from jspec.cuda_ffi import all_to_all, linear
 from jspec.helix.attention import all_to_all_merge
+from jspec.models.decoder import Decoder
 from jspec.ops.attention.merge import merge_attention
 from tests.helix import test_attention, test_overlap
 from tests.helix.test_decoding import DRAFTERS, GREEDY, NGRAM, alone, decoded, model
@@ -83,6 +88,44 @@ def test_greedy_tokens_are_those_of_one(name, kvp, tpa, model, alone):
 def test_one_sided_messages_have_the_tokens_of_one(name, mesh, by, model, alone):
     sharded = helix.shard(model, helix.HelixConfig(block=4, exchange=by, **mesh))
     assert decoded(sharded, DRAFTERS[name], GREEDY)[0] == alone
+
+
+@pytest.fixture(scope="module")
+def wide() -> Decoder:
+    """In bfloat16, whose logits have near-ties, and of sizes that the exact kernels take."""
+    config = ModelConfig.uniform(
+        vocab_size=2048,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=64,
+    )
+    return Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+
+# Other lengths of a draft with another limit, so that no program is one that JAX has.
+@pytest.mark.parametrize(
+    ("limit", "gammas"), [(2**20, (1, 5)), (2**12, (2, 4))], ids=["one message", "several"]
+)
+@pytest.mark.parametrize(("kvp", "tpa"), [(2, 1), (1, 2)], ids=str)
+def test_exact_drafts_have_the_tokens_of_plain(kvp, tpa, limit, gammas, wide, monkeypatch):
+    """At each draft length, and where the sums of verification are more than one message."""
+    on_mesh = helix.HelixConfig(kvp=kvp, tpa=tpa, exchange="cuda")
+    sharded, params = helix.shard(wide, on_mesh), jspec.SamplingParams(max_new_tokens=200)
+    texts = [np.arange(n, 3 * n).tolist() for n in (300, 40, 170, 5)]
+
+    def tokens(draft, gamma: int) -> list[list[int]]:
+        settings = {"draft": draft, "gamma": gamma, "exact": "tokens"}
+        return jspec.generate(sharded, texts, params, **settings).tokens
+
+    plain = tokens(jspec.NoDraft(), 0)
+    for module in (all_to_all, linear):
+        monkeypatch.setattr(module, "MAX_BYTES", limit)
+    for draft in (NGRAM, DRAFTERS["vegas"]):
+        for gamma in gammas:
+            assert tokens(draft, gamma) == plain
 
 
 def test_chunks_have_the_tokens_of_one_message(model, alone):

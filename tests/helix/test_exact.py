@@ -1,0 +1,135 @@
+"""Exact decoding on a mesh: sums over devices in the order of the ranks, at any number of rows.
+
+Where no GPU is, with the CPU's backends in place of the batch-invariant ones.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jspec
+from jspec import BackendError, helix
+from jspec.cuda_ffi import all_to_all as cuda
+from jspec.decode.checks import check_exact
+from jspec.dispatch import use_backends
+from jspec.helix.attention import all_to_all_merge
+from jspec.models.decoder import Decoder
+from jspec.ops.all_to_all import all_reduce
+from jspec.policies import Dense
+from tests.decode.test_exact import with_a_gpu
+from tests.decode.test_exact_tokens import on_a_cpu
+from tests.helix.test_decoding import CONFIG, DRAFTERS, TEXTS, model
+
+__all__ = ["model", "on_a_cpu", "with_a_gpu"]  # fixtures
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+CUDA = {"block": 4, "exchange": "cuda"}
+EXACT = {"linear": "exact_decode"}
+
+
+def skip_without_messages(config: helix.HelixConfig) -> helix.HelixConfig:
+    if reason := config.refuses_all_to_all():
+        pytest.skip(reason)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("mesh", "exact", "reason"),
+    [
+        ({}, "tokens", "exchange='xla' sums .* HelixConfig\\(exchange='cuda'\\) sums in that of"),
+        ({"exchange": "cuda"}, "bits", 'XLA sums prompts over .* exact="tokens" can be'),
+        (
+            {"tpa": 2, "exchange": "cuda", "strategy": "tp"},
+            "tokens",
+            "strategy='tp' is there to be compared",
+        ),
+    ],
+    ids=["exchange", "bits", "strategy"],
+)
+def test_what_sums_in_another_order_is_refused(mesh, exact, reason, model, with_a_gpu):
+    sharded = helix.shard(model, helix.HelixConfig(kvp=2, block=4, **mesh))
+    with pytest.raises(BackendError, match=reason):
+        check_exact(sharded, Dense(), exact)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "reason"),
+    [
+        ({}, jnp.float16, "XLA sums float16 over devices"),
+        ({"window": 8}, jnp.float32, "a layer with a sliding window has a ring on each device"),
+    ],
+    ids=["dtype", "window"],
+)
+def test_models_that_cannot_be_are_refused(changes, dtype, reason, with_a_gpu):
+    layers = tuple(dataclasses.replace(spec, **changes) for spec in CONFIG.layers)
+    config = dataclasses.replace(CONFIG, layers=layers)
+    sharded = helix.shard(
+        Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)), helix.HelixConfig(kvp=2, **CUDA)
+    )
+    with pytest.raises(BackendError, match=reason):
+        check_exact(sharded, Dense(), "tokens")
+
+
+@pytest.mark.parametrize("name", ["ngram", "vegas"])
+@pytest.mark.parametrize("mesh", [{"kvp": 2}, {"tpa": 2}], ids=str)
+def test_drafts_on_a_mesh_have_the_tokens_of_plain_decoding(name, mesh, model, on_a_cpu):
+    sharded = helix.shard(model, skip_without_messages(helix.HelixConfig(**mesh, **CUDA)))
+    generate = functools.partial(jspec.generate, sharded, TEXTS, exact="tokens")
+    params = jspec.SamplingParams(max_new_tokens=12)
+    plain = generate(params, draft=jspec.NoDraft())
+    drafted = generate(params, draft=DRAFTERS[name], gamma=3)
+    assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize(("limit", "launches"), [(2**20, 1), (16, 3), (8, 5)])
+def test_a_sum_is_of_several_messages_where_one_is_too_large(limit, launches, monkeypatch):
+    """In the order of the ranks, at any size; the last message is shorter."""
+    monkeypatch.setattr(cuda, "MAX_BYTES", limit)
+    config = skip_without_messages(helix.HelixConfig(kvp=2, **CUDA))
+    rng = np.random.default_rng(0)
+    x, add = (rng.normal(size=(2, 3, 3)).astype(np.float32) for _ in range(2))
+
+    def reduce(x, add):
+        run = functools.partial(all_reduce, axes="kvp", by="cuda", dtype=jnp.bfloat16)
+        return run(x[0], add=add.astype(jnp.bfloat16))
+
+    run = jax.shard_map(
+        reduce, mesh=config.mesh, in_specs=(P("kvp"), P()), out_specs=P(), check_vma=False
+    )
+    with use_backends(EXACT):
+        total = jax.jit(run)(x, add[0])
+        program = str(jax.make_jaxpr(run)(x, add[0]))
+    want = (x[0] + x[1]).astype(jnp.bfloat16) + add[0].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(total, want)
+    assert program.count("jspec_all_reduce") == launches
+
+
+@pytest.mark.parametrize(("limit", "launches"), [(2**20, 1), (160, 3), (80, 5)])
+def test_a_merge_is_of_several_messages_where_one_is_too_large(limit, launches, monkeypatch):
+    """A row sends two heads of 16 bytes in lines of 8, and a line more for each."""
+    config = skip_without_messages(helix.HelixConfig(kvp=2, **CUDA))
+    rng = np.random.default_rng(0)
+    out, lse = rng.normal(size=(2, 1, 5, 4, 8)), rng.normal(size=(2, 1, 5, 4))
+    arrays = [jnp.asarray(x, jnp.float32) for x in (out, lse)]
+
+    def merge(out, lse):
+        return all_to_all_merge(out[0], lse[0], "kvp", "cuda")
+
+    run = jax.shard_map(
+        merge, mesh=config.mesh, in_specs=P("kvp"), out_specs=P(None, None, "kvp"), check_vma=False
+    )
+    want = jax.jit(run)(*arrays)
+    monkeypatch.setattr(cuda, "MAX_BYTES", limit)
+    with use_backends(EXACT):
+        # Another function, as JAX has traced the first.
+        got = jax.jit(lambda *arrays: run(*arrays))(*arrays)
+        program = str(jax.make_jaxpr(lambda *arrays: run(*arrays))(*arrays))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert program.count("jspec_all_to_all_merge") == launches
