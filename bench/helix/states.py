@@ -16,7 +16,7 @@ from bench.decode.catalogue import MODELS
 from bench.decode.check import NEW_KEY_SCALE
 from bench.decode.running import CHUNKS, rewound
 from bench.decode.shapes import first_layers, noise, random_model
-from bench.drafters import BACKENDS, DEFAULT_BACKENDS, preferring
+from bench.drafters import BACKENDS, DEFAULT_BACKENDS, EXACT, preferring
 from jspec.cache import StripedLayout
 from jspec.config import ModelConfig, SamplingParams
 from jspec.decode.draft.named import named_draft
@@ -32,7 +32,7 @@ from jspec.typing import Array
 DEFAULT: Case = {"shape": "llama-3.1-8b", "layers": 0, "B": 1, "S": 262144}
 DEFAULT |= {"draft": "plain", "gamma": 5}
 DEFAULT |= {"kvp": 1, "tpa": 1, "ep": 1, "overlap": 1, "strategy": "helix", "exchange": "xla"}
-DEFAULT |= {"backends": DEFAULT_BACKENDS}
+DEFAULT |= {"exact": "no", "backends": DEFAULT_BACKENDS}
 CHOICES = {
     "shape": (
         *("llama-3.1-8b", "qwen3-8b", "qwen3-8b-2kv", "qwen3-8b-1kv"),
@@ -41,6 +41,7 @@ CHOICES = {
     "draft": ("plain", "verify", "vegas"),
     "strategy": ("helix", "gather", "medha", "tp"),
     "exchange": ("xla", "pallas", "cuda"),
+    "exact": ("no", "tokens"),
     "backends": BACKENDS,
 }
 LONGEST = 2**21  # positions of any shape: the trained context length does not change the time
@@ -82,7 +83,8 @@ def alone(case: Case) -> Case:
 def step_config(case: Case) -> StepConfig:
     """The step config of a case; ``verify``: no draft, but passes of gamma + 1 tokens."""
     gamma = 0 if case["draft"] == "plain" else case["gamma"]
-    return StepConfig(gamma, named_draft(DRAFTS[case["draft"]]), preferring(case["backends"]))
+    draft, backends = named_draft(DRAFTS[case["draft"]]), preferring(case["backends"])
+    return StepConfig(gamma, draft, backends, exact=EXACT[case["exact"]])
 
 
 def model_of(case: Case, layers: int | None = None) -> Any:
