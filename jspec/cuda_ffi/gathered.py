@@ -19,6 +19,9 @@ MAX_LISTED = 131072  # slots of a list, with those of the tail
 MAX_PARTS = 32  # into which they are split
 TILE = 16  # slots
 FEW_ROWS = 8  # T * G up to which a block shares a part, and merges what its warps leave
+# Parts of such heads that are merged without a launch of their own, and slots of a part up to which
+# that is worth more than more parts.
+MERGED_PARTS, MERGED_CHUNK = 8, 1024
 # Slots of a part, which shared memory has room for.
 MAX_CHUNK = MAX_LISTED // MAX_PARTS
 MAX_SHARED_CHUNK = 16384
@@ -66,7 +69,10 @@ def _attend(
     kv_heads = k.shape[2]
     rows = tokens * heads // kv_heads
     max_chunk = MAX_SHARED_CHUNK if rows <= FEW_ROWS else MAX_CHUNK
-    parts = parts_of(listed.shape[-1] + tail.shape[1], min(blocks["chunk"], max_chunk))
+    listed_slots = listed.shape[-1] + tail.shape[1]
+    parts = parts_of(listed_slots, min(blocks["chunk"], max_chunk))
+    if rows <= FEW_ROWS and listed_slots <= MERGED_PARTS * MERGED_CHUNK:
+        parts = min(parts, MERGED_PARTS)
     lead = (batch, kv_heads, parts, rows)
     shapes = (q.shape[:3], (*lead, size), (*lead, 2))
     floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

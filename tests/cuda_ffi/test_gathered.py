@@ -194,3 +194,17 @@ def test_refuses_with_a_reason(change, reason):
     attend = functools.partial(gathered_attention, implementation="cuda", **more)
     with pytest.raises(Exception, match=reason):
         jax.eval_shape(attend, q, cache, cache, *integers)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "parts"), [(1, 8188, 8), (1, 8189, 32), (2, 8188, 32)], ids=str
+)
+def test_parts_of_few_rows_are_those_that_one_launch_merges(tokens, count, parts, monkeypatch):
+    sizes = {"chunk": 66, "stages": 2, "warps": 4}
+    monkeypatch.setattr("jspec.cuda_ffi.gathered.tuned.block", lambda *args: sizes)
+    q = jax.ShapeDtypeStruct((1, tokens, 8, 64), "bfloat16")
+    cache = jax.ShapeDtypeStruct((1, 9000, 1, 64), "bfloat16")
+    integers = [jax.ShapeDtypeStruct((1, *x), jnp.int32) for x in ((tokens,), (count,), (4,), ())]
+    attend = functools.partial(GATHERED.run, counts=None, scale=1.0, softcap=None, value_size=None)
+    program = str(jax.make_jaxpr(attend)(q, cache, cache, *integers))
+    assert f"f32[1,1,{parts},{8 * tokens},2]" in program  # the sums of each part
