@@ -193,6 +193,11 @@ def _applies(rule: Rule, point: Point) -> bool:
     return all(point.sizes.get(name, bound) <= bound for name, bound in rule.up_to.items())
 
 
+def order_at(rules: Sequence[Rule], sizes: Mapping[str, int]) -> Sequence[str] | None:
+    """The order of ``rules`` at the sizes of a result, which may lack some that later ones have."""
+    return next((rule.take for rule in rules if _applies(rule, Point(sizes, {}))), None)
+
+
 def _covers(rule: Rule, other: Rule) -> bool:
     """Whether ``rule`` applies wherever ``other`` does."""
     return all(other.up_to.get(name, bound + 1) <= bound for name, bound in rule.up_to.items())
@@ -281,8 +286,7 @@ def _best_order(points: Sequence[Point], operation: Operation) -> list[str]:
 
 def _costs(points: Sequence[Point], rules: Sequence[Rule]) -> list[float]:
     """The cost of these rules' orders at each point."""
-    table = Table("", "", (0, 0), True, {"": rules}, {})
-    return [point.cost(table.order("", point.sizes) or ()) for point in points]
+    return [point.cost(order_at(rules, point.sizes) or ()) for point in points]
 
 
 def _speed(points: Sequence[Point], rules: Sequence[Rule]) -> str:

@@ -29,7 +29,7 @@ from bench.report.operations import is_rival
 from bench.report.runs import Run
 from bench.report.whole import COLUMNS, NO_TIME, NOT_MEASURED
 from bench.table import cell, number
-from bench.tune import points_of
+from bench.tune import order_at, points_of
 from jspec.ops import registry
 
 NEAR = 1.03  # times of the fastest backend
@@ -374,7 +374,8 @@ def defaults(runs: Sequence[Run]) -> str:
         costs: dict[str, dict[str, float]] = {}
         for operation in registry.operations():
             for point in points_of(rows, operation):
-                order = of_card[0].table.order(operation.name, point.sizes)
+                rules = of_card[0].table.orders.get(operation.name, ())
+                order = order_at(rules, point.sizes)
                 cost = point.cost(order or operation.default_order)
                 costs.setdefault(operation.name, {})[case_words(point.sizes)] = cost
         number_of_cases = sum(map(len, costs.values()))

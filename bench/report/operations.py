@@ -13,6 +13,7 @@ from bench.report.markdown import Line, case_words, is_slower, microseconds, rat
 from bench.report.runs import Run
 from bench.rivals import attention, select, verification
 from bench.table import number
+from bench.tune import order_at
 
 RIVALS = {*attention.NAMES, *attention.GATHERED, *select.NAMES, *verification.VERIFY}
 RIVALS |= {"fa3_jax", "flashinfer", "flashinfer_fa3", "cub_rows"}
@@ -108,7 +109,7 @@ def _chosen_today(run: Run, rows: list[Row]) -> list[Row]:
     They stay as they are where none says its sizes, or no backend of the order has a row.
     """
     sized = next((row for row in rows if "sizes" in row), None)
-    order = sized and run.table.order(sized["operation"], sized["sizes"])
+    order = sized and order_at(run.table.orders.get(sized["operation"], ()), sized["sizes"])
     first = next((x for x in order or () if any(row["name"] == x for row in rows)), None)
     if first is None:
         return rows

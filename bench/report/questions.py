@@ -253,7 +253,8 @@ QUESTIONS = (
     Question(
         "",
         ("helix", "helix-step"),
-        "Whole steps, random weights, gamma 5; Helix (KVP=2) over tensor parallelism, *by heads*.",
+        "Whole steps, random weights, gamma 5; Helix (KVP=2) over tensor parallelism, *by heads*; "
+        "each by its fastest exchange and backends.",
         systems.shared_steps,
         4,
         ("{shape}, B={B}, S={S}, KVP=2", "{Helix}", "tensor parallel {by heads}"),
