@@ -87,6 +87,16 @@ def test_drafts_on_a_mesh_have_the_tokens_of_plain_decoding(name, mesh, model, o
     assert drafted.tokens == plain.tokens
 
 
+def test_an_engine_on_a_mesh_has_them_too(model, on_a_cpu):
+    sharded = helix.shard(model, skip_without_messages(helix.HelixConfig(kvp=2, **CUDA)))
+    params, draft = jspec.SamplingParams(max_new_tokens=12), DRAFTERS["vegas"]
+    plain = jspec.generate(sharded, TEXTS, params, draft=jspec.NoDraft(), exact="tokens")
+    engine = jspec.Engine(sharded, slots=2, capacity=64, draft=draft, gamma=3, exact="tokens")
+    requests = [engine.submit(text, params) for text in TEXTS]
+    engine.run()
+    assert tuple(request.tokens for request in requests) == tuple(plain.tokens)
+
+
 @pytest.mark.parametrize(("limit", "launches"), [(2**20, 1), (16, 3), (8, 5)])
 def test_a_sum_is_of_several_messages_where_one_is_too_large(limit, launches, monkeypatch):
     """In the order of the ranks, at any size; the last message is shorter."""
