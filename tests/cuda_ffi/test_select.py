@@ -1,9 +1,11 @@
-"""How selection by CUDA divides rows, and the memory that its handler asks for."""
+"""How selection by CUDA divides rows, and the memory that its handler asks for; its kernels, also
+emulated on a CPU."""
 
 import jax
 import numpy as np
 import pytest
 
+from jspec.cuda_ffi import library
 from jspec.cuda_ffi.select import (
     MAX_CLUSTER,
     REGISTER_SLOTS,
@@ -12,6 +14,7 @@ from jspec.cuda_ffi.select import (
     select_cuda,
     selection_cut,
 )
+from tests.cuda_ffi.emulated import emulated
 from tests.ops.test_selection import by_sorting
 
 PROCESSORS = 132  # of an H100, and what a CPU takes
@@ -89,4 +92,41 @@ def test_blocks_that_share_a_list_take_the_best_of_it(n, k, values, dtype):
     if reason := SELECT.supports(*arguments, **static):
         pytest.skip(reason)
     got = select_cuda(*jax.device_put(arguments), **static)
+    np.testing.assert_array_equal(got, by_sorting(*arguments, **static))
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    if jax.default_backend() != "cpu":
+        pytest.skip("a GPU runs the kernels themselves")
+    return emulated("select", tmp_path_factory.mktemp("emulated") / "select.so")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [2, 5000], ids=["ties", "values"])
+@pytest.mark.parametrize("dtype", ["int32", "float32", "bfloat16", "bounded"])
+@pytest.mark.parametrize(
+    ("n", "rows", "counted", "collected"),
+    [
+        (3001, 1, 256, 512),  # three launches, and a cluster of two for the list
+        (3001, 2, 256, 256),
+        (1500, 2, 256, 256),  # a cluster of six
+        (1000, 2, 1024, 1024),
+        (17_000, 1, 32_768, 32_768),  # a block with a list
+        (40_000, 1, 1024, 1024),  # more of the list than two blocks hold
+    ],
+    ids=["launches", "rows", "cluster", "block", "listed", "long"],
+)
+def test_emulated_kernels_take_the_best(
+    n, rows, counted, collected, dtype, kinds, emulator, monkeypatch
+):
+    monkeypatch.setattr(library, "call", emulator)
+    k, is_bounded = n - 100 if n == 40_000 else n // 3, dtype == "bounded"
+    static = {"k": k, "sinks": 3, "recent": 5, "highest": 99 if is_bounded else None}
+    scores = np.random.default_rng(n).integers(
+        0, min(kinds, 99 if is_bounded else kinds), (rows, n)
+    )
+    scores = scores.astype(jax.numpy.dtype("int32" if is_bounded else dtype))
+    arguments = scores, np.array([k, 70][:rows], np.int32), np.array([n, n - 77][:rows], np.int32)
+    got = select_cuda(*jax.device_put(arguments), **static, cut=Cut(counted, collected))
     np.testing.assert_array_equal(got, by_sorting(*arguments, **static))

@@ -19,7 +19,7 @@ struct ClusterShared {
 
 // All threads of a cluster meet. Before compute capability 9.0 it is one block.
 __device__ __forceinline__ void sync_cluster() {
-#if __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   cluster_arrive();
   cluster_wait();
 #else
@@ -29,7 +29,7 @@ __device__ __forceinline__ void sync_cluster() {
 
 // Two words of shared memory of a block of the cluster.
 __device__ __forceinline__ uint2 words_in(int block, const uint32_t* shared) {
-#if __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   return load_in(address_in(block, shared));
 #else
   return *reinterpret_cast<const uint2*>(shared);

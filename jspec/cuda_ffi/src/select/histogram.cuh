@@ -13,6 +13,13 @@ struct Found {
   int32_t digit, need, over;
 };
 
+// The shared memory of a block, as what it is launched with.
+template <typename T>
+__device__ __forceinline__ T& shared_memory() {
+  extern __shared__ __align__(16) char memory[];
+  return *reinterpret_cast<T*>(memory);
+}
+
 // Sets `count` counters of a block to 0.
 __device__ __forceinline__ void clear(uint32_t* counters, int count) {
   for (int i = threadIdx.x; i < count; i += kThreads) counters[i] = 0;

@@ -7,7 +7,7 @@ namespace jspec {
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     cluster_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ ClusterShared shared;
+  ClusterShared& shared = shared_memory<ClusterShared>();
   const Digits& digits = work.plan.digits;
   const int blocks = work.plan.chunks, block = blockIdx.x % blocks;
   const Row<Key> row(work, blockIdx.x / blocks);
@@ -63,15 +63,15 @@ const char* select(const Select& select, const Cut& cut, void* workspace, Stream
                     plan,          cut,    static_cast<uint32_t*>(workspace)};
     if (plan.fits_registers && (plan.chunks == 1 || is_hopper_or_newer())) {
       return launch_clusters(cluster_kernel<decltype(key)>, plan.chunks, rows.rows * plan.chunks,
-                             kThreads, 0, false, stream, work, key);
+                             kThreads, sizeof(ClusterShared), false, stream, work, key);
     }
     if (plan.chunks == 1) {
-      row_kernel<<<rows.rows, kThreads, 0, stream>>>(work, key);
-      return launch_error();
+      return launch_behind(row_kernel<decltype(key)>, rows.rows, kThreads, sizeof(ClusterShared),
+                           false, stream, work, key);
     }
-    count_kernel<<<rows.rows * plan.chunks, kThreads, 0, stream>>>(work, key);
-    if (const char* error = launch_error()) return error;
-    return place(work, key, stream);
+    const char* error = launch_behind(count_kernel<decltype(key)>, rows.rows * plan.chunks,
+                                      kThreads, sizeof(Counting), false, stream, work, key);
+    return error != nullptr ? error : place(work, key, stream);
   });
 }
 

@@ -23,10 +23,16 @@ struct Work {
   uint32_t* workspace;
 };
 
-// Shared memory of the kernels that count.
+// Shared memory of `count_kernel`.
 struct Counting {
   __align__(16) uint32_t counters[kMostBins];
   uint32_t totals[64];
+};
+
+// Shared memory of `place_kernel`.
+struct Placing {
+  Finding finding;
+  uint32_t sums[2 * kWarps];
 };
 
 // A row as its blocks see it: what it takes, and which of its chunks hold slots whose scores count.
@@ -153,7 +159,7 @@ struct Row {
     const Digits& digits = work.plan.digits;
     const int32_t* list = this->list();
     const uint32_t* listed_keys = this->listed_keys();
-    const int share = ((length - 1) / (64 * blocks) + 1) * 64;
+    const int share = (length - 1) / blocks + 1;
     const int begin = min(block * share, length), end = min(begin + share, length);
     const bool is_held = end - begin <= kTile;
     uint32_t keys[kEach];
@@ -222,7 +228,7 @@ struct Row {
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     count_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ Counting shared;
+  Counting& shared = shared_memory<Counting>();
   let_next_start();
   const int chunk = blockIdx.x % work.plan.chunks, bins = work.plan.digits.bins[0];
   const Row<Key> row(work, blockIdx.x / work.plan.chunks);
@@ -236,8 +242,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     place_kernel(const __grid_constant__ Work work, Key key, int blocks) {
-  __shared__ uint32_t sums[2 * kWarps];
-  __shared__ Finding finding;
+  Placing& shared = shared_memory<Placing>();
   const int block = blockIdx.x % blocks, ratio = work.cut.taken / work.cut.counted;
   const Row<Key> row(work, blockIdx.x / blocks);
   const int chunk = block * ratio, first = block * work.cut.taken;
@@ -248,14 +253,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   wait_for_kernels_ahead();
   if (!works) return;
   const Place place = find(row.record(0), work.plan.digits.bins[0], row.begin, row.end, chunk,
-                           row.taken.need, finding);
+                           row.taken.need, shared.finding);
   Before before{place.over, place.at};
   if constexpr (Key::kSeveral) {
     before = {place.over + place.at, 0};
     if (threadIdx.x == 0 && chunk <= row.begin) *row.found() = place.found;
   }
   for (int at = 0;;) {
-    before = row.place(key, held, place.found, before, sums + at / kTile % 2 * kWarps);
+    before = row.place(key, held, place.found, before, shared.sums + at / kTile % 2 * kWarps);
     at += kTile;
     if (at >= work.cut.taken || first + at >= row.taken.high) break;
     held = row.tile(first + at, work.cut.taken);
@@ -272,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, 1)
     finish_kernel(const __grid_constant__ Work work, int blocks) {
-  __shared__ ClusterShared shared;
+  ClusterShared& shared = shared_memory<ClusterShared>();
   const Row<Key> row(work, blockIdx.x / blocks);
   wait_for_kernels_ahead();
   if (row.taken.need == 0) return;
@@ -283,8 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename Key>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     row_kernel(const __grid_constant__ Work work, Key key) {
-  __shared__ ClusterShared shared;
-  __shared__ Found chosen;
+  ClusterShared& shared = shared_memory<ClusterShared>();
   const Row<Key> row(work, blockIdx.x);
   const int bins = work.plan.digits.bins[0], length = work.cut.counted;
   row.write_forced();
@@ -292,7 +296,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   clear(shared.counters, bins);
   const int first = row.taken.low / kTile * kTile;
   row.count(key, first, length - first, shared.counters);
-  const Found found = find(shared.counters, bins, row.taken.need, shared.totals[0], chosen);
+  const Found found =
+      find(shared.counters, bins, row.taken.need, shared.totals[0], shared.place.found);
   Before before{0, 0};
   for (int at = first; at < row.taken.high; at += kTile) {
     const Held<Key> held = row.tile(at, length);
@@ -308,15 +313,15 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 template <typename Key>
 const char* place(const Work& work, Key key, Stream stream) {
   const int each = work.rows.n > 0 ? (work.rows.n - 1) / work.cut.taken + 1 : 1;
-  const char* error = launch_behind(place_kernel<Key>, work.rows.rows * each, kThreads, 0, true,
-                                    stream, work, key, each);
+  const char* error = launch_behind(place_kernel<Key>, work.rows.rows * each, kThreads,
+                                    sizeof(Placing), true, stream, work, key, each);
   if constexpr (Key::kSeveral) {
     if (error != nullptr) return error;
     const int64_t rows = work.rows.rows, processors = is_hopper_or_newer() ? multiprocessors() : 0;
     int blocks = 1;  // of a cluster; more of them than are at once would not be faster
     while (blocks < kMaxClusterBlocks && 2 * blocks * rows <= processors) blocks *= 2;
-    error = launch_clusters(finish_kernel<Key>, blocks, rows * blocks, kThreads, 0, true, stream,
-                            work, blocks);
+    error = launch_clusters(finish_kernel<Key>, blocks, rows * blocks, kThreads,
+                            sizeof(ClusterShared), true, stream, work, blocks);
   }
   return error;
 }

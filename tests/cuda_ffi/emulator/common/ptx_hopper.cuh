@@ -98,6 +98,7 @@ inline void publish_stores() {}
 inline void cluster_arrive_relaxed() {
   last_meeting[emulator::current] = emulator::cluster.arrive(emulator::blocks.size() * blockDim.x);
 }
+inline void cluster_arrive() { cluster_arrive_relaxed(); }
 inline void cluster_wait() {
   const int64_t number = last_meeting[emulator::current];
   emulator::wait_until([=] { return emulator::cluster.held > number; });
@@ -115,6 +116,16 @@ void store_in(uint32_t address, const T& x, uint32_t barrier) {
   std::memcpy(emulator::blocks[block].memory.data() + at, &x, sizeof(T));
   const char* named = emulator::shared_memory + barrier % kOneBlock - 4096;
   memory_barrier(named, barrier / kOneBlock - 1).change(0, -int(sizeof(T)));
+}
+
+inline uint2 load_in(uint32_t address) {
+  const int block = address / kOneBlock - 1, at = address % kOneBlock - 4096;
+  if (at % alignof(uint2)) emulator::fail("a load that is not aligned");
+  const bool is_own = block == emulator::rank;
+  uint2 x;
+  std::memcpy(&x, (is_own ? emulator::shared_memory : emulator::blocks[block].memory.data()) + at,
+              sizeof(x));
+  return x;
 }
 
 // Where the byte `at` of a tile lies whose units are permuted: the lowest bits of its 16-byte unit
