@@ -245,7 +245,8 @@ QUESTIONS = (
     Question(
         "",
         ("helix", "helix-attention"),
-        "A layer's attention with its exchange, over one device that has all of the cache.",
+        "A layer's attention with its exchange, over one device that has all of the cache; each by "
+        "its fastest exchange.",
         systems.shared_attention,
         4,
         ("{shape}, B={B}, S={S}, KVP=2", "{Helix}", "one device {one device}"),

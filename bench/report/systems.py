@@ -195,6 +195,8 @@ def steps_of_shapes(runs: Sequence[Run]) -> Iterator[Line]:
     copied = set()  # where tensor parallelism has more devices than KV heads
     for card, row, time in _timed(runs, "step"):
         case = row["case"]
+        if case.get("exact", "no") != "no":
+            continue
         layers = f", {case['layers']} layers" if case["layers"] else ""
         draft = f", {case['draft']}" if case["draft"] != "plain" else ""
         devices = case["kvp"] * case["tpa"]

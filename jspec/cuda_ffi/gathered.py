@@ -16,6 +16,7 @@ from jspec.typing import Array
 # As in src/gathered/gathered.h.
 CHANNELS = (64, 128)  # of a key and of a value
 MAX_LISTED = 131072  # slots of a list, with those of the tail
+MAX_LISTED_MANY = 65536  # of heads of more than FEW_ROWS rows
 MAX_PARTS = 32  # into which they are split
 TILE = 16  # slots
 FEW_ROWS = 8  # T * G up to which a block shares a part, and merges what its warps leave
@@ -23,7 +24,7 @@ FEW_ROWS = 8  # T * G up to which a block shares a part, and merges what its war
 # that is worth more than more parts.
 MERGED_PARTS, MERGED_CHUNK = 8, 1024
 # Slots of a part, which shared memory has room for.
-MAX_CHUNK = MAX_LISTED // MAX_PARTS
+MAX_CHUNK = MAX_LISTED_MANY // MAX_PARTS
 MAX_SHARED_CHUNK = 16384
 MAX_BATCH = 65535
 MAX_ALL = 4096  # slots of a row that `ALL_SLOTS` reads
@@ -129,8 +130,9 @@ def refuses(
         return f"scale={scale} is not positive"
     if 0 in q.shape or 0 in k.shape or not selected_count:
         return f"q {q.shape}, k {k.shape} or the selection of {selected_count} slots is empty"
-    if listed > MAX_LISTED:
-        return f"n + m = {listed} slots are over {MAX_LISTED}"
+    most = MAX_LISTED if tokens * heads // k.shape[2] <= FEW_ROWS else MAX_LISTED_MANY
+    if listed > most:
+        return f"n + m = {listed} slots are over {most}"
     if batch > MAX_BATCH:
         return f"B={batch} is over {MAX_BATCH}"
     if batch * tokens * heads * MAX_PARTS > 2**31 - 1:

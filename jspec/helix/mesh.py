@@ -62,7 +62,8 @@ class HelixConfig:
             each device stores its part in its peers' memory, within one process. The launch that
             sends a message also waits for it, so they exclude ``overlap``. ``cuda`` also sums over
             all N devices after the output projection and the feed-forward, for ``tp`` too. Its
-            messages of more than 1 MiB to a device, as of a prompt, use XLA.
+            messages of more than 1 MiB to a device, as of a prompt, use XLA; exact passes send
+            several instead.
 
     Raises:
         ValueError: the sizes or options do not fit together.

@@ -36,6 +36,7 @@ from jspec.processes import all_or_none, check_same, digest, several, versions
 from jspec.sharding import put
 from jspec.typing import Array, Attend, ModelShape
 
+BLOCK_OF_EXACT = 8  # slots, of which the capacity of exact attention in CUDA is a multiple
 Spec = PartitionSpec
 Specs = Callable[[HelixConfig, str, tuple[int, ...]], PartitionSpec]
 
@@ -173,8 +174,8 @@ class Sharded:
         """Why passes on the mesh are not exact at this level, or None."""
         helix = self.helix
         if exact != "tokens":
-            return 'XLA sums prompts over devices in an order of its own; exact="tokens" can be'
-        if helix.exchange != "cuda":
+            return 'XLA sums prompts over devices in an order of its own; pass exact="tokens"'
+        if helix.devices > 1 and helix.exchange != "cuda":
             return (
                 f"exchange={helix.exchange!r} sums over devices in an order of its own; "
                 "HelixConfig(exchange='cuda') sums in that of the ranks"
@@ -182,7 +183,12 @@ class Sharded:
         if helix.strategy != "helix":
             return f"strategy={helix.strategy!r} is there to be compared with"
         if self.dtype not in (jnp.bfloat16, jnp.float32):
-            return f"XLA sums {self.dtype} over devices"
+            return f"XLA sums {self.dtype} over devices; load the model in bfloat16"
+        if helix.kvp > 1 and helix.block % BLOCK_OF_EXACT:
+            return (
+                f"block={helix.block} is no multiple of {BLOCK_OF_EXACT} slots, which exact "
+                "attention needs"
+            )
         if any(spec.window is not None for spec in self.model.config.layers):
             return "a layer with a sliding window has a ring on each device"
         return None

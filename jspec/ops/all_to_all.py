@@ -82,8 +82,9 @@ def all_reduce(
     Args:
         x: of the same shape on all ranks.
         axes: mesh axes.
-        by: how to send. ``cuda`` takes float32 up to its largest message, and sums in the order of
-            the ranks, so that all have the same bits at any size. XLA sums whatever else there is.
+        by: how to send. ``cuda`` takes float32 up to its largest message, and in exact passes
+            several messages, one after the other. It sums in the order of the ranks, so that all
+            have the same bits at any size. XLA sums whatever else there is.
         dtype: of the sum; None is that of ``x``.
         add: added to the sum in ``dtype``, such as a residual, the same on all ranks.
 

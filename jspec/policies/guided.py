@@ -40,8 +40,9 @@ class Guidance(NamedTuple):
             verification began, -1 after them; all of them are read.
         hashes: The parameters of `Guided.cache_policy`.
         slots: Of each of ``read``, on a device that has some of a row only, what
-            `jspec.policies.read.local_slots` returns of it; found once, for all passes of a draft.
-            None where passes are to find it, as after a refresh.
+            `jspec.policies.read.local_slots` returns of it, found once for all passes of a draft;
+            layers that share the selection of another find theirs in each pass. None where all do,
+            as after a refresh.
     """
 
     read: tuple[Array | None, ...]
@@ -301,7 +302,7 @@ def positions_before(lengths: Array, size: int) -> Array:
 def with_since(picked: Array, since: Array) -> Array:
     """``since [B, m]``, then ``picked [B, n]`` or ``[B, K, n]``.
 
-    In this order a device that has few of ``picked`` has them at the start of the list.
+    In this order the -1 of a device that has few of ``picked`` end the list, and need not be read.
     """
     since = since if picked.ndim == 2 else since[:, None]
     since = jnp.broadcast_to(since, (*picked.shape[:-1], since.shape[-1]))

@@ -48,7 +48,7 @@ def _local(positions: Array, layout: Stripe) -> Array:
     is_local = layout.slots(positions) < layout.size
     number = is_local.sum(axis=-1, dtype=jnp.int32)
     size = min(positions.shape[-1], layout.size)
-    # Scores of 32 values for each kind: a histogram of two would add one by one.
+    # 32 values for each kind: with one, all atomic additions of a histogram meet in two places.
     order = jnp.arange(positions.shape[-1], dtype=jnp.int32) % 32
     index = select(jnp.where(is_local, order + 32, order), size, counts=number, highest=63)
     local = jnp.take_along_axis(positions, jnp.maximum(index, 0), axis=-1)

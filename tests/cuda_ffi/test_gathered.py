@@ -175,20 +175,23 @@ def test_a_part_has_about_a_chunk_of_slots(listed, chunk, parts):
         ({"dtype": "float16"}, "q of float16, k and v of float16 are not all bfloat16"),
         ({"softcap": 5.0}, "softcap=5.0 or log_weights are passed: the kernel supports neither"),
         ({"scale": -1.0}, "scale=-1.0 is not positive"),
-        ({"count": 131072}, r"n \+ m = 131076 slots are over 131072"),
+        ({"count": 65536}, r"n \+ m = 65540 slots are over 65536"),
+        ({"count": 131072, "tokens": 1}, r"n \+ m = 131076 slots are over 131072"),
         ({"batch": 65536}, "B=65536 is over 65535"),
         ({"count": 0}, "or the selection of 0 slots is empty"),
         ({"slots": 0}, r"k \(2, 0, 1, 64\) or the selection of 99 .* is empty"),
     ],
-    ids=["size", "dtype", "softcap", "scale", "listed", "batch", "nothing", "empty"],
+    ids=["size", "dtype", "softcap", "scale", "listed", "few", "batch", "nothing", "empty"],
 )
 def test_refuses_with_a_reason(change, reason):
-    shape = {"size": 64, "dtype": "bfloat16", "slots": 640, "count": 99, "batch": 2} | change
-    batch = shape["batch"]
-    q = jax.ShapeDtypeStruct((batch, 4, 8, shape["size"]), shape["dtype"])
+    shape = {"size": 64, "dtype": "bfloat16", "slots": 640, "count": 99, "batch": 2}
+    shape = shape | {"tokens": 4} | change
+    batch, tokens = shape["batch"], shape["tokens"]
+    q = jax.ShapeDtypeStruct((batch, tokens, 8, shape["size"]), shape["dtype"])
     cache = jax.ShapeDtypeStruct((batch, shape["slots"], 1, shape["size"]), shape["dtype"])
     integers = [
-        jax.ShapeDtypeStruct((batch, *x), jnp.int32) for x in ((4,), (shape["count"],), (4,), ())
+        jax.ShapeDtypeStruct((batch, *x), jnp.int32)
+        for x in ((tokens,), (shape["count"],), (4,), ())
     ]
     more = {name: shape[name] for name in ("softcap", "scale") if name in shape}
     attend = functools.partial(gathered_attention, implementation="cuda", **more)

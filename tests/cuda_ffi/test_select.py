@@ -77,7 +77,7 @@ def test_the_handler_takes_the_workspace_of_each_way(n, counted, collected, dtyp
         (140_000, 9800, 2**20),  # a tile of the list for each block of a cluster
         (300_000, 280_000, 2**20),  # several tiles
         (300_000, 20_000, 3),  # ties in many blocks
-        (140_000, 3, 2**20),  # blocks without a share
+        (140_000, 12, 2**20),  # blocks without a share
     ],
     ids=["tile", "tiles", "ties", "few"],
 )
@@ -87,6 +87,8 @@ def test_blocks_that_share_a_list_take_the_best_of_it(n, k, values, dtype):
     static = {"k": k, "sinks": 1, "recent": 2, "highest": None}
     scores = np.random.default_rng(k).integers(0, values, (2, n)) - 5.0
     scores[1] = 1 + scores[1] / 2**24  # equal first digits: all of a row is listed
+    if k < 100:
+        scores[0, 5000 : 5000 + k] = 2.0**30 + np.arange(k)  # and these alone
     scores = scores.astype(jax.numpy.dtype(dtype))
     arguments = scores, np.array([k, k // 2], np.int32), np.array([n, n - 77], np.int32)
     if reason := SELECT.supports(*arguments, **static):
@@ -114,18 +116,21 @@ def emulator(tmp_path_factory):
         (1000, 2, 1024, 1024),
         (17_000, 1, 32_768, 32_768),  # a block with a list
         (40_000, 1, 1024, 1024),  # more of the list than two blocks hold
+        (3000, 1, 256, 256),  # one slot in the list: a block without a share
     ],
-    ids=["launches", "rows", "cluster", "block", "listed", "long"],
+    ids=["launches", "rows", "cluster", "block", "listed", "long", "few"],
 )
 def test_emulated_kernels_take_the_best(
     n, rows, counted, collected, dtype, kinds, emulator, monkeypatch
 ):
     monkeypatch.setattr(library, "call", emulator)
-    k, is_bounded = n - 100 if n == 40_000 else n // 3, dtype == "bounded"
+    k, is_bounded = {40_000: n - 100, 3000: 9}.get(n, n // 3), dtype == "bounded"
     static = {"k": k, "sinks": 3, "recent": 5, "highest": 99 if is_bounded else None}
     scores = np.random.default_rng(n).integers(
         0, min(kinds, 99 if is_bounded else kinds), (rows, n)
     )
+    if n == 3000:
+        scores[0, 500] = 99 if is_bounded else 2**14
     scores = scores.astype(jax.numpy.dtype("int32" if is_bounded else dtype))
     arguments = scores, np.array([k, 70][:rows], np.int32), np.array([n, n - 77][:rows], np.int32)
     got = select_cuda(*jax.device_put(arguments), **static, cut=Cut(counted, collected))
