@@ -76,4 +76,20 @@ __device__ __forceinline__ Place find_in_cluster(const uint32_t* counters, const
           fine.before_where([&](int at) { return at == digit.x; })};
 }
 
+// The same of digit `level`, called by all threads of a cluster once each has counted its slots.
+__device__ __forceinline__ Place find_in_cluster(ClusterShared& shared, const uint32_t* counters,
+                                                 int level, int bins, int blocks, int block,
+                                                 int need) {
+  __syncthreads();
+  add_segments(counters, bins / 64, shared.totals[level]);
+  sync_cluster();
+  if (threadIdx.x < 32) {
+    const Place found =
+        find_in_cluster(counters, shared.totals[level], bins, blocks, block, need);
+    if (threadIdx.x == 0) shared.place = found;
+  }
+  __syncthreads();
+  return shared.place;
+}
+
 }  // namespace jspec

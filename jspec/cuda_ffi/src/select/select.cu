@@ -31,16 +31,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         atomicAdd(counters + (own >> shift & mask), 1);
       }
     });
-    __syncthreads();
-    add_segments(counters, bins / 64, shared.totals[level]);
-    sync_cluster();
-    if (threadIdx.x < 32) {
-      const Place found =
-          find_in_cluster(counters, shared.totals[level], bins, blocks, block, need);
-      if (threadIdx.x == 0) shared.place = found;
-    }
-    __syncthreads();
-    const Place place = shared.place;
+    const Place place = find_in_cluster(shared, counters, level, bins, blocks, block, need);
     threshold = level > 0 ? threshold << width | place.found.digit : place.found.digit;
     need = place.found.need;
     before = {before.over + place.over, place.at};

@@ -199,16 +199,8 @@ struct Row {
         higher = __reduce_add_sync(kAllLanes, higher);
         if (threadIdx.x % 32 == 0) atomicAdd(counters + (1 << width), higher);
       }
-      __syncthreads();
-      add_segments(counters, bins / 64, shared.totals[level]);
-      sync_cluster();
-      if (threadIdx.x < 32) {
-        const Place found =
-            find_in_cluster(counters, shared.totals[level], bins, blocks, block, need);
-        if (threadIdx.x == 0) shared.place = found;
-      }
-      __syncthreads();
-      const Place place = shared.place;
+      const Place place =
+          find_in_cluster(shared, counters, level, bins, blocks, block, need);
       threshold = threshold << width | place.found.digit;
       need = place.found.need;
       before = {before.over + place.over, place.at};
