@@ -175,7 +175,9 @@ class Sharded:
         helix = self.helix
         if exact != "tokens":
             return 'XLA sums prompts over devices in an order of its own; pass exact="tokens"'
-        if helix.devices > 1 and helix.exchange != "cuda":
+        if helix.devices == 1:
+            return "XLA adds residuals on a mesh of one device; pass the model without a mesh"
+        if helix.exchange != "cuda":
             return (
                 f"exchange={helix.exchange!r} sums over devices in an order of its own; "
                 "HelixConfig(exchange='cuda') sums in that of the ranks"

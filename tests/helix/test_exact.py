@@ -43,6 +43,7 @@ def skip_without_messages(config: helix.HelixConfig) -> helix.HelixConfig:
 @pytest.mark.parametrize(
     ("mesh", "exact", "reason"),
     [
+        ({"kvp": 1}, "tokens", "mesh of one device; pass the model without a mesh"),
         ({}, "tokens", "exchange='xla' sums .* HelixConfig\\(exchange='cuda'\\) sums in that of"),
         ({"exchange": "cuda"}, "bits", 'XLA sums prompts over .*; pass exact="tokens"'),
         ({"exchange": "cuda", "block": 4}, "tokens", "block=4 is no multiple of 8 slots, which"),
@@ -52,10 +53,10 @@ def skip_without_messages(config: helix.HelixConfig) -> helix.HelixConfig:
             "strategy='tp' is there to be compared",
         ),
     ],
-    ids=["exchange", "bits", "block", "strategy"],
+    ids=["one", "exchange", "bits", "block", "strategy"],
 )
 def test_what_sums_in_another_order_is_refused(mesh, exact, reason, model, with_a_gpu):
-    sharded = helix.shard(model, helix.HelixConfig(kvp=2, **mesh))
+    sharded = helix.shard(model, helix.HelixConfig(**{"kvp": 2} | mesh))
     with pytest.raises(BackendError, match=reason):
         check_exact(sharded, Dense(), exact)
 
