@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -29,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _silence_stdout()
     except OSError as error:
-        named = error.filename is not None and error.strerror is not None
-        return fail(f"{error.filename}: {error.strerror}" if named else str(error))
+        # A file without a name that cannot be written is the stream of results.
+        name = error.filename or ("standard output" if error.errno == errno.ENOSPC else None)
+        return fail(f"{name}: {error.strerror}" if name and error.strerror else str(error))
     except ValueError as error:
         return fail(str(error))
     except MemoryError as error:

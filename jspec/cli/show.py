@@ -33,6 +33,10 @@ class PlainConsole(Console):
         settings["markup"] = settings["emoji"] = False
         return super().render_str(lines, **settings)
 
+    def on_broken_pipe(self) -> None:
+        """Let `jspec.cli.main` leave as it does for every command; rich would exit with 1."""
+        raise BrokenPipeError
+
 
 def console() -> Console:
     """Tables and progress go to stderr, so that stdout carries nothing but text or JSON."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -206,6 +208,15 @@ class LogitsFunction(LogitsProcessor):
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"function={shown(self.function)} must be a function")
+        with contextlib.suppress(ValueError):  # some built-in functions have no signature
+            signature = inspect.signature(self.function)
+            try:
+                signature.bind(None, None, None)
+            except TypeError as error:
+                raise TypeError(
+                    f"function={shown(self.function)} must take (logits, tokens, length), "
+                    f"and takes {signature}"
+                ) from error
 
     def init(self, settings: Any, history: TokenHistory) -> tuple[Array, Array]:
         return history.tokens, history.lengths

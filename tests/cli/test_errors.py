@@ -1,5 +1,6 @@
 """Bad input is one line and exit code 2, and so is a device without memory."""
 
+import io
 import os
 import sys
 
@@ -7,6 +8,7 @@ import jax
 import pytest
 
 from jspec.cli import main
+from jspec.cli.show import PlainConsole
 from jspec.decode import generation
 
 
@@ -199,3 +201,24 @@ def test_a_device_without_memory_is_one_line(run, monkeypatch):
     monkeypatch.setattr("jspec.cli.generate.load_model", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         run("--prompt", "hello")
+
+
+class Closed(io.StringIO):
+    """A stream whose reader went away, as of ``jspec ... | head``."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_table_for_a_reader_that_went_away_ends_as_all_commands_do():
+    with pytest.raises(BrokenPipeError):  # which `main` takes for the end
+        PlainConsole(file=Closed()).print("x")
+
+
+def test_a_full_disk_names_the_stream(monkeypatch, capsys):
+    def full(arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jspec.cli.simulate.run", full)
+    assert main(["simulate", "paper"]) == 2
+    assert capsys.readouterr().err == "jspec: error: standard output: No space left on device\n"

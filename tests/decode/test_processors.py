@@ -145,6 +145,19 @@ def test_a_pool_makes_engines_with_the_processors_that_requests_need(tiny):
     assert engine_of(frequency_penalty=1.0) is engine_of() is third is not second
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (3, "function=3 must be a function"),
+        (lambda logits, tokens: logits, r"must take \(logits, tokens, length\), and takes \(log"),
+    ],
+    ids=["number", "two"],
+)
+def test_what_cannot_be_called_so_is_refused_when_it_is_made(function, message):
+    with pytest.raises(TypeError, match=message):
+        jspec.LogitsFunction(function)
+
+
 def test_invalid_processors_are_refused(tiny):
     def options(value) -> Any:
         return {"processors": value}
