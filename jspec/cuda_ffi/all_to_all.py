@@ -108,16 +108,16 @@ def _in_messages(
     message takes one call. Only exact passes take several: XLA would send them faster, and sum in
     an order of its own.
     """
-    count, most = len(arrays[0]), max(MAX_BYTES // row_bytes, 1)
-    if count <= most:
+    count, size = len(arrays[0]), max(MAX_BYTES // row_bytes, 1)
+    if count <= size:
         return list(send(*arrays))
     if named_backend("linear") != EXACT_DECODE:
         return None
-    messages = -(-count // most)
+    messages = -(-count // size)
 
     def cut(x: Array) -> Array:
-        rest = ((0, messages * most - count), *((0, 0) for _ in x.shape[1:]))
-        return jnp.pad(x, rest).reshape(messages, most, *x.shape[1:])
+        rest = ((0, messages * size - count), *((0, 0) for _ in x.shape[1:]))
+        return jnp.pad(x, rest).reshape(messages, size, *x.shape[1:])
 
     # A loop, as no device may run two calls at once, and none depends on the one before.
     results = lax.map(lambda piece: send(*piece), tuple(map(cut, arrays)))

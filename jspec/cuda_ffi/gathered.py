@@ -130,9 +130,9 @@ def refuses(
         return f"scale={scale} is not positive"
     if 0 in q.shape or 0 in k.shape or not selected_count:
         return f"q {q.shape}, k {k.shape} or the selection of {selected_count} slots is empty"
-    most = MAX_LISTED if tokens * heads // k.shape[2] <= FEW_ROWS else MAX_LISTED_MANY
-    if listed > most:
-        return f"n + m = {listed} slots are over {most}"
+    limit = MAX_LISTED if tokens * heads // k.shape[2] <= FEW_ROWS else MAX_LISTED_MANY
+    if listed > limit:
+        return f"n + m = {listed} slots are over {limit}"
     if batch > MAX_BATCH:
         return f"B={batch} is over {MAX_BATCH}"
     if batch * tokens * heads * MAX_PARTS > 2**31 - 1:
