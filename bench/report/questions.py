@@ -246,7 +246,7 @@ QUESTIONS = (
         "",
         ("helix", "helix-attention"),
         "A layer's attention with its exchange, over one device that has all of the cache; each by "
-        "its fastest exchange.",
+        "its fastest exchange and chunks, gathered queries and Medha by NCCL alone.",
         systems.shared_attention,
         4,
         ("{shape}, B={B}, S={S}, KVP=2", "{Helix}", "one device {one device}"),
@@ -255,7 +255,7 @@ QUESTIONS = (
         "",
         ("helix", "helix-step"),
         "Whole steps, random weights, gamma 5; Helix (KVP=2) over tensor parallelism, *by heads*; "
-        "each by its fastest exchange and backends.",
+        "each by its fastest exchange and backends, Medha by NCCL alone.",
         systems.shared_steps,
         4,
         ("{shape}, B={B}, S={S}, KVP=2", "{Helix}", "tensor parallel {by heads}"),

@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _silence_stdout()
     except OSError as error:
-        # A file without a name that cannot be written is the stream of results.
-        name = error.filename or ("standard output" if error.errno == errno.ENOSPC else None)
+        # Python names no file that is open, as the one of --output or standard output.
+        name = error.filename or ("the output" if error.errno == errno.ENOSPC else None)
         return fail(f"{name}: {error.strerror}" if name and error.strerror else str(error))
     except ValueError as error:
         return fail(str(error))

@@ -17,6 +17,7 @@ from jspec.ops.cached import FLOAT8
 from jspec.typing import Array
 
 # As in src/attention/attention.h.
+SLOTS = 8  # of which the slots of a row are a multiple
 CHANNELS = (64, 128)  # of a key and of a value
 MAX_ROWS = 128  # T * G: query rows of a KV head
 MAX_TOKENS = 32  # T
@@ -103,10 +104,10 @@ def _exact_split(q: Array, k: Array) -> dict[str, int]:
     parts, the merge would add nothing for the others.
     """
     slots, kv_heads, size = k.shape[1:]
-    if slots % 8:
+    if slots % SLOTS:
         raise ValueError(
-            f"capacity={slots} is not a multiple of 8, as exact attention needs it on this GPU; "
-            "round it up"
+            f"capacity={slots} is not a multiple of {SLOTS}, as exact attention needs it on this "
+            "GPU; round it up"
         )
     sizes = {"kv_heads": kv_heads, "channels": size}
     programs = tuned.block("exact_attention", "cuda", sizes)["programs"]
@@ -212,8 +213,8 @@ def refuses(
         return f"T={tokens} with {rows} rows a head is over {MAX_TOKENS} tokens or {max_rows} rows"
     if not scale > 0:
         return f"scale={scale} is not positive"
-    if slots % 8:
-        return f"S={slots} is not a multiple of 8; round the capacity up"
+    if slots % SLOTS:
+        return f"S={slots} is not a multiple of {SLOTS}; round the capacity up"
     if batch * rows * kv_heads * slots == 0:
         return f"q {q.shape} or k {k.shape} is empty"
     if batch * kv_heads * max(slots, MAX_PARTS * rows) > 2**31 - 1:

@@ -36,7 +36,6 @@ from jspec.processes import all_or_none, check_same, digest, several, versions
 from jspec.sharding import put
 from jspec.typing import Array, Attend, ModelShape
 
-BLOCK_OF_EXACT = 8  # slots, of which the capacity of exact attention in CUDA is a multiple
 Spec = PartitionSpec
 Specs = Callable[[HelixConfig, str, tuple[int, ...]], PartitionSpec]
 
@@ -172,6 +171,8 @@ class Sharded:
 
     def refuses_exact(self, exact: Exact) -> str | None:
         """Why passes on the mesh are not exact at this level, or None."""
+        from jspec.cuda_ffi.attention import SLOTS
+
         helix = self.helix
         if exact != "tokens":
             return 'XLA sums prompts over devices in an order of its own; pass exact="tokens"'
@@ -183,13 +184,13 @@ class Sharded:
                 "HelixConfig(exchange='cuda') sums in that of the ranks"
             )
         if helix.strategy != "helix":
-            return f"strategy={helix.strategy!r} is there to be compared with"
+            return f"strategy={helix.strategy!r} is to be compared with; take strategy='helix'"
         if self.dtype not in (jnp.bfloat16, jnp.float32):
             return f"XLA sums {self.dtype} over devices; load the model in bfloat16"
-        if helix.kvp > 1 and helix.block % BLOCK_OF_EXACT:
+        if helix.kvp > 1 and helix.block % SLOTS:
             return (
-                f"block={helix.block} is no multiple of {BLOCK_OF_EXACT} slots, which exact "
-                "attention needs"
+                f"block={helix.block} must be a multiple of {SLOTS} slots for exact attention; "
+                "leave it out"
             )
         if any(spec.window is not None for spec in self.model.config.layers):
             return "a layer with a sliding window has a ring on each device"

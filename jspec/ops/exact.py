@@ -6,7 +6,6 @@ sizes that no batch, number of tokens or capacity changes, and refuse for no rea
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,16 +76,14 @@ def _chain(
     from jspec.cuda_ffi.linear import linear_chain_cuda, refuses_sum
 
     _, *results = chain_shapes(x, ops, added=added, gated=gated)
-    totals = sums or (None,) * len(ops)
     names = {
-        EXACT_LINEAR.choose(None, *arguments, **static).name
-        for arguments, static in _matmuls(x, ops, added=added, gated=gated, sums=sums)
+        EXACT_LINEAR.choose(None, *arguments, **settings).name
+        for arguments, settings in _matmuls(x, ops, added=added, gated=gated, sums=sums)
     }
-    too_large = any(map(refuses_sum, totals, results))
-    run = functools.partial(run_chain, _matmul)
-    if names == {"cuda"} and not too_large:
-        run = functools.partial(linear_chain_cuda, exact=True)
-    return run(x, ops, added=added, gated=gated, sums=sums)
+    static: dict[str, Any] = {"added": added, "gated": gated, "sums": sums}
+    if names != {"cuda"} or any(map(refuses_sum, sums, results)):
+        return run_chain(_matmul, x, ops, **static)
+    return linear_chain_cuda(x, ops, **static, exact=True)
 
 
 def _matmuls(

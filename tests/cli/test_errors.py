@@ -215,10 +215,10 @@ def test_a_table_for_a_reader_that_went_away_ends_as_all_commands_do():
         PlainConsole(file=Closed()).print("x")
 
 
-def test_a_full_disk_names_the_stream(monkeypatch, capsys):
+def test_a_full_disk_names_the_output(monkeypatch, capsys):
     def full(arguments):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("jspec.cli.simulate.run", full)
     assert main(["simulate", "paper"]) == 2
-    assert capsys.readouterr().err == "jspec: error: standard output: No space left on device\n"
+    assert capsys.readouterr().err == "jspec: error: the output: No space left on device\n"

@@ -324,7 +324,7 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
             is_read_by_slots.append(in_slots(cache, 0, positions[None])[1] is None)
         slots = jnp.arange(layout.size, dtype=jnp.int32)
         parts = layout.slots(positions), layout.slot_positions(newest), layout.at(slots)
-        read = selected_columns(cache, 0, Selection(positions[None]), positions[None])[1][:2]
+        read = selected_columns(cache, 0, Selection(positions[None]), positions[None])[1]
         return jax.tree.map(lambda x: x[None], (*parts, layout.last_slots(positions), read))
 
     run = jax.shard_map(body, mesh=helix.mesh, in_specs=(), out_specs=P("kvp"))
@@ -337,9 +337,10 @@ def test_stripes_on_a_device_are_its_part_of_the_whole(size, wraps):
     ranks, local = np.divmod(np.asarray(whole.slots(positions)), share)
     for rank in range(4):
         np.testing.assert_array_equal(slots[rank], np.where(ranks == rank, local, share))
-        for of_positions in read:  # selected ones, and new ones: -1 where another device has them
-            expected = np.where(ranks == rank, local, -1)
+        expected = np.where(ranks == rank, local, -1)  # another device has the others
+        for of_positions in (read.selected, read.new):
             np.testing.assert_array_equal(of_positions[rank, 0], expected)
+        assert read.counts[rank] == np.flatnonzero(expected >= 0)[-1] + 1
         if wraps:
             continue
         upto = [((at[rank] <= position) & (position >= 0)).sum() for position in range(-1, 64)]

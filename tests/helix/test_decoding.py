@@ -173,6 +173,16 @@ def test_greedy_tokens_are_those_of_one_device(name, kvp, tpa, model, alone):
     check(model, name, kvp, tpa, alone, GREEDY)
 
 
+def test_drafts_are_those_of_one_device(model):
+    """They are accepted as often: each device reads its own part of what verification picked."""
+    sharded = helix.shard(model, helix.HelixConfig(kvp=2, block=4))
+    params = jspec.SamplingParams(max_new_tokens=16)
+    settings = {"draft": DRAFTERS["vegas"], "gamma": 3}
+    alone, on_mesh = (jspec.generate(x, TEXTS, params, **settings) for x in (model, sharded))
+    assert on_mesh.steps == alone.steps
+    assert sum(alone.steps) < sum(map(len, alone.tokens))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kvp", "tpa"), MESHES, ids=str)
 @pytest.mark.parametrize("name", ON_EVERY_MESH)

@@ -22,6 +22,8 @@ from jspec.dispatch import use_backends
 from jspec.helix.attention import all_to_all_merge
 from jspec.models.decoder import Decoder
 from jspec.ops.all_to_all import all_reduce
+from jspec.ops.exact import CHAIN_BACKEND
+from jspec.ops.linear_chain import Sum
 from jspec.policies import Dense
 from tests.decode.test_exact import with_a_gpu
 from tests.decode.test_exact_tokens import on_a_cpu
@@ -46,11 +48,15 @@ def skip_without_messages(config: helix.HelixConfig) -> helix.HelixConfig:
         ({"kvp": 1}, "tokens", "mesh of one device; pass the model without a mesh"),
         ({}, "tokens", "exchange='xla' sums .* HelixConfig\\(exchange='cuda'\\) sums in that of"),
         ({"exchange": "cuda"}, "bits", 'XLA sums prompts over .*; pass exact="tokens"'),
-        ({"exchange": "cuda", "block": 4}, "tokens", "block=4 is no multiple of 8 slots, which"),
+        (
+            {"exchange": "cuda", "block": 4},
+            "tokens",
+            "block=4 must be a multiple of 8 .*; leave it",
+        ),
         (
             {"tpa": 2, "exchange": "cuda", "strategy": "tp"},
             "tokens",
-            "strategy='tp' is there to be compared",
+            "strategy='tp' is to be compared with; take strategy='helix'",
         ),
     ],
     ids=["one", "exchange", "bits", "block", "strategy"],
@@ -100,6 +106,17 @@ def test_an_engine_on_a_mesh_has_them_too(model, on_a_cpu):
     requests = [engine.submit(text, params) for text in TEXTS]
     engine.run()
     assert tuple(request.tokens for request in requests) == tuple(plain.tokens)
+
+
+def test_an_exact_chain_is_summed_by_cuda_alone():
+    x, kernel = jnp.ones((2, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    static = {"added": (None,), "gated": (False,)}
+    xla, by_cuda = (
+        CHAIN_BACKEND.supports(x, [(kernel, None, None, None)], **static, sums=(Sum("kvp", by),))
+        for by in ("xla", "cuda")
+    )
+    assert xla == "an exact matmul is summed over devices by cuda alone, in the order of the ranks"
+    assert by_cuda != xla
 
 
 def messages(program: str, name: str) -> int:
