@@ -29,6 +29,8 @@ SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
 # At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS,
 # and of an exact matmul.
 TILE_ROWS, TILE_INPUTS = 128, 2**15
+# Inputs whose squares the matmul ahead adds up for a norm.
+SQUARED = 64
 # The most rows, and rows times bytes of weights, for which tiles scale the rows for a norm
 # themselves; a kernel of its own does so for more.
 NORMED_ROWS, NORMED_WORK = 128, 2**29
@@ -89,14 +91,17 @@ def _is_scaled_ahead(
     return rows > NORMED_ROWS or rows * kernel.nbytes >= NORMED_WORK
 
 
-def _scaled_rows(rows: int, kernels: Sequence[Array]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Where rows are scaled before products with ``kernels``, one after the other, and where that
-    puts what the results of each row are multiplied by."""
+def _scaled_rows(
+    rows: int, kernels: Sequence[Array], *, squared: int | None = None
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Where rows are scaled before products with ``kernels``, one after the other, and the sums of
+    their squares: of each row, or of ``squared`` inputs."""
     if not kernels:
         return ()
     inputs = max(kernel.shape[0] for kernel in kernels)
+    sums = 1 if squared is None else -(-inputs // squared)
     scaled = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-    return scaled, jax.ShapeDtypeStruct((rows,), jnp.float32)
+    return scaled, jax.ShapeDtypeStruct((rows, sums), jnp.float32)
 
 
 def _arguments(x, kernel, bias, norm, add) -> list[Array]:
@@ -200,14 +205,20 @@ def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
     axes = next((total.axes for total in sums if total), None)
     rows = math.prod(x.shape[:-1])
     ahead = [_is_scaled_ahead(rows, kernel, norm, exact) for kernel, _, norm, _ in ops]
-    scaled = [kernel for (kernel, *_), is_ahead in zip(ops, ahead, strict=True) if is_ahead]
+    # A matmul may scale its results for the norm of the next.
+    may_follow = not exact and weight_bits(ops[0][0]) == 16
+    scaled = [
+        kernel
+        for i, (kernel, _, norm, _) in enumerate(ops)
+        if ahead[i] or (may_follow and i > 0 and norm is not None)
+    ]
 
     def each(values, dtype: type[np.generic] = np.int32):
         return np.asarray(list(values), dtype)
 
     made = library.call(
         "linear_chain",
-        (*results, *parts, *_scaled_rows(rows, scaled)),
+        (*results, *parts, *_scaled_rows(rows, scaled, squared=SQUARED if may_follow else None)),
         *(x, *(one for op in ops for one in _arguments(x, *op))),
         vmap_method="sequential",
         bits=np.int32(weight_bits(ops[0][0])),

@@ -194,14 +194,50 @@ def test_rows_of_an_exact_chain_are_those_of_its_matmuls(rows, kernel):
         np.testing.assert_array_equal(np.float32(result), np.float32(x))
 
 
+def assert_a_layer_equals_the_definition(rows, width=160):
+    """Each matmul of a chain, given what the chain has for the one before it."""
+    middle, gated, added = 160, (False, True, False, False), (None, None, 0, None)
+    (x, *output), _ = arguments(rows, 256, width, "bfloat16", "add")
+    (_, *gate_up), _ = arguments(rows, width, middle, "bfloat16", "norm", "gated")
+    (_, *down), _ = arguments(rows, middle, width, "bfloat16", "bias")
+    (_, *qkv), _ = arguments(rows, width, 72, "bfloat16", "norm", "bias")
+    ops = tuple(map(tuple, (output, gate_up, down, qkv)))
+    results = jax.jit(functools.partial(linear_chain_cuda, added=added, gated=gated))(x, ops)
+    for result, (*op, add), gates, other in zip(results, ops, gated, added, strict=True):
+        add = add if other is None else results[other]
+        settings = {"gated": gates, "transposed": False, "dtype": x.dtype}
+        right = in_double((x, *op, add), settings)
+        np.testing.assert_allclose(np.asarray(result, np.float64), right, rtol=3e-2, atol=3e-2)
+        x = result
+
+
+@pytest.mark.parametrize(("rows", "width"), [(12, 736), (70, 160), (128, 2112)])
+def test_a_layer_equals_the_definition(rows, width, kernel):
+    """A matmul scales its results for the norm of the next; of 128 rows there are too many sums."""
+    if reason := library.refusal("linear"):
+        pytest.skip(reason)
+    assert_a_layer_equals_the_definition(rows, width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [32, 64, 128, 192])
+@pytest.mark.parametrize("splits", [False, True])
+def test_every_tile_scales_its_results_for_the_next(tile, splits, emulator, use_tile, monkeypatch):
+    """Of rows and columns that no tile divides, and of a single tile, whose inputs are split."""
+    monkeypatch.setattr(library, "call", emulator)
+    use_tile(tile, splits)
+    assert_a_layer_equals_the_definition(70)
+    assert_a_layer_equals_the_definition(29, width=64)
+
+
 @pytest.mark.parametrize(
     ("normed", "shapes", "reason"),
     [
-        (True, [(150, 64), (149,)], r"scaled \w+\[150, 64\] and roots \w+\[149\] must have room"),
+        (True, [(150, 64), (149,)], r"scaled \w+\[150, 64\] and squares \w+\[149\] must have"),
         (True, [(150, 32), (150,)], r"150 rows of 64 of"),
         (False, [(150, 64), (150,)], "rows are scaled for no norm"),
     ],
-    ids=["roots", "rows", "norm"],
+    ids=["squares", "rows", "norm"],
 )
 def test_places_for_scaled_rows_are_checked(normed, shapes, reason):
     (x, kernel, *others), settings = arguments(150, 64, 64, "bfloat16", "norm")

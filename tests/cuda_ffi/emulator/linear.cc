@@ -20,7 +20,7 @@ const char* launch_tile(const Linear& linear, Stream stream) {
 
 template <int rows>
 const char* launch_rows(const Linear& linear, Stream stream) {
-  if (linear.scale && !linear.roots) {
+  if (linear.scale && !linear.scaled) {
     if constexpr (rows > 128) return "such tiles scale no rows";
     else
       return linear.gated ? launch_tile<Block<true, rows, true>>(linear, stream)
@@ -36,20 +36,29 @@ const char* launch_rows(const Linear& linear, Stream stream) {
 // inputs if `splits`; 0 rows: the fastest again.
 extern "C" void jspec_use_tile(int rows, bool splits) { tile_rows = rows, tile_splits = splits; }
 
-const char* linear(const Linear& linear, Stream stream) {
+const char* launch_any(const Linear& linear, bool early, Stream stream) {
   switch (tile_rows) {
     case 32: return launch_rows<32>(linear, stream);
     case 64: return launch_rows<64>(linear, stream);
     case 128: return launch_rows<128>(linear, stream);
     case 192: return launch_rows<192>(linear, stream);
   }
-  return linear_hopper(linear, false, stream);
+  return linear_hopper(linear, early, stream);
 }
 
-const char* linear_chain(const std::vector<Link>& links, Stream stream) {
+const char* linear(const Linear& linear, Stream stream) {
+  return launch_any(linear, false, stream);
+}
+
+const char* linear_chain(const std::vector<Link>& links, const ScaledRows& memory, Stream stream) {
+  bool is_scaled = false;
   for (size_t i = 0; i < links.size(); ++i) {
-    const auto& [matmul, sum] = links[i];
-    if (const char* error = linear_hopper(matmul, i > 0, stream)) return error;
+    const Reduction& sum = links[i].sum;
+    Linear matmul = links[i].matmul;
+    if (is_scaled) read_scaled(memory, matmul);
+    is_scaled = memory.scaled && i + 1 < links.size() &&
+                scale_for_next(links[i + 1].matmul, sum, memory, matmul);
+    if (const char* error = launch_any(matmul, i > 0, stream)) return error;
     if (!sum.values) continue;
     if (const char* error = all_reduce(sum, true, stream)) return error;
   }

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kMostWarps = 16;          // of a block
 constexpr int kTile = kGroup * kWidth;  // weights of a group
+constexpr int kSplitInputs = 640;       // of 9 rows and more, where tiles are slower
 
 // A warp takes `groups` groups of inputs; `tiles` tiles of 8 rows. A multiplication of 16 columns,
 // 16 inputs and 8 rows takes the inputs in any order that weights and rows agree on: a lane has 8
@@ -151,14 +152,21 @@ const char* launch_tiles(const Linear& linear, bool early, Stream stream) {
 
 bool is_quantized(const Linear& linear) { return linear.column_scale || linear.block_scale; }
 
-bool is_small(const Linear& linear) {
-  return !is_quantized(linear) && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows;
-}
-
 bool suits_tiles(const Linear& linear) {
   const int64_t columns = int64_t(linear.outputs) * (linear.gated ? 2 : 1);
   return !is_quantized(linear) && !linear.transposed && linear.inputs <= kTileInputs &&
          columns * linear.inputs * 2 <= kTileBytes && is_hopper();
+}
+
+// Of more than 8 rows each weight is multiplied twice: many inputs are faster in tiles.
+bool is_small(const Linear& linear) {
+  const bool is_split = linear.rows > 8 && linear.inputs > kSplitInputs && suits_tiles(linear);
+  return !is_quantized(linear) && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows &&
+         !is_split;
+}
+
+bool is_in_tiles(const Linear& linear) {
+  return linear.exact || linear.rows > kMostRows || (!is_small(linear) && suits_tiles(linear));
 }
 
 const char* launch_small(const Linear& linear, bool early, Stream stream) {
@@ -168,10 +176,9 @@ const char* launch_small(const Linear& linear, bool early, Stream stream) {
 }
 
 const char* launch_any(const Linear& linear, bool early, Stream stream) {
-  if (linear.exact || linear.rows > kMostRows) return linear_hopper(linear, early, stream);
-  if (is_small(linear)) return launch_small(linear, early, stream);
-  return suits_tiles(linear) ? linear_hopper(linear, early, stream)
-                             : linear_stream(linear, early, stream);
+  if (is_in_tiles(linear)) return linear_hopper(linear, early, stream);
+  return is_small(linear) ? launch_small(linear, early, stream)
+                          : linear_stream(linear, early, stream);
 }
 
 }  // namespace
@@ -180,9 +187,15 @@ const char* linear(const Linear& linear, Stream stream) {
   return launch_any(linear, false, stream);
 }
 
-const char* linear_chain(const std::vector<Link>& links, Stream stream) {
+const char* linear_chain(const std::vector<Link>& links, const ScaledRows& memory, Stream stream) {
+  bool is_scaled = false;
   for (size_t i = 0; i < links.size(); ++i) {
-    const auto& [matmul, sum] = links[i];
+    const Reduction& sum = links[i].sum;
+    Linear matmul = links[i].matmul;
+    if (is_scaled) read_scaled(memory, matmul);
+    is_scaled = memory.scaled && i + 1 < links.size() && is_in_tiles(matmul) &&
+                is_in_tiles(links[i + 1].matmul) &&
+                scale_for_next(links[i + 1].matmul, sum, memory, matmul);
     if (const char* error = launch_any(matmul, i > 0, stream)) return error;
     if (!sum.values) continue;
     if (const char* error = all_reduce(sum, true, stream)) return error;

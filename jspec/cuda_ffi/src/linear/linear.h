@@ -3,6 +3,7 @@
 // 8 bits with a scale for each column, or 4 bits with one for each block of inputs of a column.
 #pragma once
 
+#include "common/host_device.h"
 #include "common/launch.h"
 
 namespace jspec {
@@ -17,6 +18,22 @@ constexpr int kSmallRows = 16, kSmallInputs = 1024;
 constexpr int kTileRows = 128, kExactRows = 1 << 16, kTileInputs = 1 << 15;
 // Up to so many bytes of weights, tiles were measured to be faster for few rows too.
 constexpr int64_t kTileBytes = 24 << 20;
+
+// Inputs whose squares the matmul ahead adds up for a norm, and the most such sums of all rows: each
+// block reads those of its rows, which takes longer than a kernel of its own where they are many.
+constexpr int kSquared = 64, kMostSquares = 4096;
+
+// The sums of squares of a row of so many inputs.
+JSPEC_HOST_DEVICE inline int squares_of_row(int inputs) {
+  return (inputs + kSquared - 1) / kSquared;
+}
+
+// Where a matmul scales its results for the norm of the next of a chain; null for none.
+struct Next {
+  const uint16_t* scale;  // [outputs] of that norm
+  uint16_t* scaled;       // [rows, outputs]
+  float* squares;         // [rows, squares_of_row(outputs)]
+};
 
 struct Linear {
   const uint16_t* x;          // [rows, inputs]
@@ -35,10 +52,13 @@ struct Linear {
   bool transposed;
   bool wide;
   bool exact;  // the bits of a row depend on that row alone, on Hopper
-  // Where many rows are scaled for the norm, and what the results of each are multiplied by; null:
-  // that has no memory of its own.
+  // Rows that are scaled for the norm by a kernel ahead, and sums of their squares; null: the matmul
+  // scales them itself.
   uint16_t* scaled;  // [rows, inputs]
-  float* roots;      // [rows]
+  float* squares;    // [rows, square_parts]
+  int32_t square_parts;
+  bool is_scaled;  // the matmul ahead did so; else a kernel of its own does
+  Next next;
 };
 
 // Returns what went wrong, or null.

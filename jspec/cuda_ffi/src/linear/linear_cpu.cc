@@ -57,7 +57,7 @@ const char* linear(const Linear& linear, Stream) {
   return nullptr;
 }
 
-const char* linear_chain(const std::vector<Link>& links, Stream stream) {
+const char* linear_chain(const std::vector<Link>& links, const ScaledRows&, Stream stream) {
   for (const auto& [matmul, sum] : links) {
     linear(matmul, stream);
     if (!sum.values) continue;

@@ -80,24 +80,31 @@ struct Matmul {
                     added ? values(add) : nullptr, buffers.data<void>(out),
                     static_cast<int32_t>(rows), static_cast<int32_t>(inputs),
                     static_cast<int32_t>(outputs), eps, gated, transposed, wide, exact,
-                    nullptr, nullptr};
+                    nullptr, nullptr, 0, false, {}};
     return ffi::Error::Success();
   }
 };
 
-// Lets the rows of `linear` be scaled for its norm in the buffers `first` and the next.
-ffi::Error scale_in(const Buffers& buffers, size_t first, Linear& linear) {
-  const ffi::AnyBuffer &scaled = buffers[first], &roots = buffers[first + 1];
-  if (scaled.element_type() != ffi::BF16 || roots.element_type() != ffi::F32 ||
+// Checks that the rows of `linear` can be scaled for its norm in the buffers `first` and the next,
+// with so many sums of squares for each.
+ffi::Error check_scaled(const Buffers& buffers, size_t first, const Linear& linear, int64_t parts) {
+  const ffi::AnyBuffer &scaled = buffers[first], &squares = buffers[first + 1];
+  if (scaled.element_type() != ffi::BF16 || squares.element_type() != ffi::F32 ||
       int64_t(scaled.element_count()) < int64_t(linear.rows) * linear.inputs ||
-      int64_t(roots.element_count()) < linear.rows) {
-    return invalid("scaled ", scaled, " and roots ", roots, " must have room for ", linear.rows,
-                   " rows of ", linear.inputs, " of ", ffi::BF16, ", and for ", linear.rows, " of ",
+      int64_t(squares.element_count()) < linear.rows * parts) {
+    return invalid("scaled ", scaled, " and squares ", squares, " must have room for ", linear.rows,
+                   " rows of ", linear.inputs, " of ", ffi::BF16, ", and of ", parts, " of ",
                    ffi::F32);
   }
-  if (!linear.scale) return invalid("rows are scaled for no norm");
-  linear.scaled = buffers.data<uint16_t>(first), linear.roots = buffers.data<float>(first + 1);
   return ffi::Error::Success();
+}
+
+// Lets a kernel of its own scale the rows of `linear` in those buffers.
+ffi::Error scale_in(const Buffers& buffers, size_t first, Linear& linear) {
+  if (!linear.scale) return invalid("rows are scaled for no norm");
+  linear.scaled = buffers.data<uint16_t>(first), linear.squares = buffers.data<float>(first + 1);
+  linear.square_parts = 1;
+  return check_scaled(buffers, first, linear, 1);
 }
 
 }  // namespace
@@ -118,9 +125,10 @@ ffi::Error multiply_rows(Stream stream, ffi::RemainingArgs arguments, ffi::Remai
 }
 
 // x, then the kernel, its scales, bias, the norm's scale and what is added of each matmul; the
-// result of each, and then what each that is summed gives on this device, float32; last, if any
-// matmul is `scaled`, where its rows are scaled for its norm by a kernel ahead. `bits`, `exact`,
-// `ranks` and `patience` are those of all, and each other attribute has a value for each matmul;
+// result of each, and then what each that is summed gives on this device, float32; last, if there
+// is any, memory for rows that are scaled for a norm by a kernel ahead: by the matmul ahead where it
+// can, or where a matmul is `scaled` by a kernel of its own. `bits`, `exact`, `ranks` and `patience`
+// are those of all, and each other attribute has a value for each matmul;
 // `added`: the number of the result that is added, or of its own argument where that is -1, or
 // nothing where it is -2; `summed`: whether it is summed over the ranks, before anything is added.
 ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs arguments,
@@ -140,8 +148,9 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
   const auto count_of = [](ffi::Span<const int32_t> flags) -> size_t {
     return std::count_if(flags.begin(), flags.end(), [](int32_t x) { return x != 0; });
   };
-  const size_t sums = count_of(summed), places = count_of(scaled) ? 2 : 0;
-  ffi::Error error = check_count(arguments, 1 + 5 * links, results, links + sums + places);
+  const size_t sums = count_of(summed);
+  const bool scales = count_of(scaled) || results.size() > links + sums;
+  ffi::Error error = check_count(arguments, 1 + 5 * links, results, links + sums + 2 * scales);
   if (error.failure()) return error;
   const Buffers buffers(arguments, results);
   const Group group = group_of(device, ranks, patience);
@@ -159,8 +168,11 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
                         bits, biased[i] != 0, normed[i] != 0, adds && !sum, gated[i] != 0,
                         bits < 16, exact, eps[i]};
     error = matmul.read(buffers, found[i].matmul);
-    if (!error.failure() && scaled[i]) {
-      error = scale_in(buffers, buffers.size() - 2, found[i].matmul);
+    const size_t memory = buffers.size() - 2;
+    if (!error.failure() && scaled[i]) error = scale_in(buffers, memory, found[i].matmul);
+    if (!error.failure() && scales && normed[i] && !exact) {
+      const Linear& matmul = found[i].matmul;
+      error = check_scaled(buffers, memory, matmul, squares_of_row(matmul.inputs));
     }
     if (error.failure()) return error;
     if (!sum) continue;
@@ -180,7 +192,12 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
                     buffers.data<char>(first + i), count, true, group};
     ++part;
   }
-  return launched(linear_chain(found, stream));
+  ScaledRows memory{};
+  if (scales) {
+    const size_t at = buffers.size() - 2;
+    memory = {buffers.data<uint16_t>(at), buffers.data<float>(at + 1)};
+  }
+  return launched(linear_chain(found, memory, stream));
 }
 
 }  // namespace jspec

@@ -68,7 +68,7 @@ struct Shares {
   int eights, more_eights;  // the same of the eights of rows whose results a block gives
   int depth;                // slots
   int sums, squares;        // of the parts
-  int scale, barriers;
+  int scale, next_squares, barriers;
 };
 
 // The 16 bytes `unit` of a row of a permuted tile.
@@ -249,9 +249,24 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
 
   if constexpr (Block::kIsLarge) take_registers<kMultiplyingRegisters>();
   wait_for_kernels_ahead();
-  if (linear.roots) {
-    for (int row = threadIdx.x; row < kRows; row += kMultiplying) {
-      squares_of[row] = first_row + row < linear.rows ? linear.roots[first_row + row] : 0;
+  if (linear.scaled) {
+    constexpr int kAtOnce = 16;  // loads on their way
+#pragma unroll 1
+    for (int row = threadIdx.x / 4; row < kRows; row += kMultiplying / 4) {
+      const int parts = first_row + row < linear.rows ? linear.square_parts : 0;
+      const float* from = linear.squares + int64_t(first_row + row) * linear.square_parts;
+      float total = 0;
+      for (int begin = quarter; begin < parts; begin += 4 * kAtOnce) {
+        float squares[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          squares[i] = begin + 4 * i < parts ? from[begin + 4 * i] : 0;
+        }
+#pragma unroll
+        for (const float& one : squares) total += one;
+      }
+      total = over_quarters(total);
+      if (quarter == 0) squares_of[row] = root_of(linear, total);
     }
     barrier_of<kMultiplying>(kRootsMeet);
   }
@@ -270,7 +285,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   const auto is_there = [&](int i, int pair) {
     return i < eights && first_row + row_of(i) < linear.rows && column_of(pair) < outputs;
   };
-  uint32_t added[kEights][kPairs] = {}, shifts[2] = {};
+  uint32_t added[kEights][kPairs] = {}, shifts[2] = {}, next_scales[kPairs] = {};
   const auto load_added = [&] {
     if (!linear.add) return;
 #pragma unroll
@@ -291,6 +306,14 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
       if (column >= outputs) continue;
       const uint16_t* bias = linear.bias + (gated ? half * outputs : 0) + column;
       shifts[half] = *reinterpret_cast<const uint32_t*>(bias);
+    }
+  }
+
+  if (!gated && linear.next.scale) {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      if (column_of(pair) >= outputs) continue;
+      next_scales[pair] = *reinterpret_cast<const uint32_t*>(linear.next.scale + column_of(pair));
     }
   }
 
@@ -387,6 +410,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   }
   if (norms) barrier_of<kMultiplying + kNormThreads>(kRootsMeet);
 
+  float* next_squares = reinterpret_cast<float*>(shared + shares.next_squares);
   float factors[kSides];
 #pragma unroll
   for (float& factor : factors) factor = 1;
@@ -403,6 +427,7 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
       values[half][0] = is_odd ? other : upper;
       values[half][1] = is_odd ? lower : other;
     }
+    float squares = 0;
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
       float results[2];
@@ -422,17 +447,42 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
         float* to = static_cast<float*>(linear.out) + place_of(i, pair);
         *reinterpret_cast<float2*>(to) = {results[0], results[1]};
       } else {
+        const uint32_t both = packed(results[0], results[1]);
         uint16_t* to = static_cast<uint16_t*>(linear.out) + place_of(i, pair);
-        *reinterpret_cast<uint32_t*>(to) = packed(results[0], results[1]);
+        *reinterpret_cast<uint32_t*>(to) = both;
+        if (gated || !linear.next.scale) continue;
+        uint16_t* scaled_to = linear.next.scaled + place_of(i, pair);
+        *reinterpret_cast<uint32_t*>(scaled_to) = scaled(both, next_scales[pair]);
+        squares += squared(both);
       }
+    }
+    if (!gated && linear.next.scale) {
+      squares += __shfl_xor_sync(kAllLanes, squares, 8);
+      squares += __shfl_xor_sync(kAllLanes, squares, 16);
+      if (eighth < 2) next_squares[warp * kRows + row_of(i)] = squares;
+    }
+  }
+  if (gated || !linear.next.scale) return;
+
+  // Four warps have the columns of a sum.
+  constexpr int kSums = Block::kOutputs / kSquared;
+  static_assert(gated || kWarps == 4 * kSums);
+  barrier_of<kMultiplying>(kRootsMeet);
+#pragma unroll 1
+  for (int at = threadIdx.x; at < eights * 8 * kSums; at += kMultiplying) {
+    const int row = (rank + at / kSums / 8 * cluster) * 8 + at / kSums % 8;
+    const int sum = at % kSums, place = first_column / kSquared + sum;
+    const float* from = next_squares + sum * 4 * kRows + row;
+    if (first_row + row < linear.rows && place * kSquared < outputs) {
+      linear.next.squares[int64_t(first_row + row) * squares_of_row(outputs) + place] =
+          from[0] + from[kRows] + from[2 * kRows] + from[3 * kRows];
     }
   }
 #endif
 }
 
-// Scales a row for its norm, and finds what its results are multiplied by from the same sums in the
-// same order as hopper_kernel does: of so many parts, of which `more_steps` have a step more than
-// `steps`.
+// Scales a row for its norm, and adds up its squares in the same order as hopper_kernel does: those
+// of so many parts, of which `more_steps` have a step more than `steps`.
 __global__ void __launch_bounds__(kNormThreads)
     norm_kernel(const __grid_constant__ Linear linear, int parts, int steps, int more_steps) {
   extern __shared__ char memory[];
@@ -471,7 +521,7 @@ __global__ void __launch_bounds__(kNormThreads)
   if (threadIdx.x > 0) return;
   float total = 0;
   for (int i = 0; i < parts * kNorming; ++i) total += squares_of[i];
-  linear.roots[blockIdx.x] = root_of(linear, total);
+  linear.squares[blockIdx.x] = total;
 }
 
 // How copies find `box_rows` rows of 64 numbers. Returns the error's message, or null.
@@ -545,6 +595,8 @@ int exact_parts(const Linear& linear) {
 template <class Block>
 Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   constexpr float kSharing = 1.42f;
+  // Of a block: the next matmul begins where it finds room, and ends late if that is not for all.
+  const float crowding = linear.next.scale ? 23 : 0;
   const int processors = multiprocessors(), resident = resident_blocks<Block>();
   const int steps = ceil_div(linear.inputs, kStep);
   const int tiles = ceil_div(linear.outputs, Block::kOutputs) * ceil_div(linear.rows, Block::kRows);
@@ -558,7 +610,9 @@ Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   const int rounds = ceil_div(blocks, filled * (plan.are_shared ? 2 : 1));
   plan.nanoseconds =
       rounds * (plan.are_shared ? kSharing : 1) *
-      (ceil_div(steps, plan.cluster) * (Block::kGated ? times.gated_step : times.step) + times.block);
+          (ceil_div(steps, plan.cluster) * (Block::kGated ? times.gated_step : times.step) +
+           times.block) +
+      blocks * crowding;
   return plan;
 }
 
@@ -573,15 +627,20 @@ int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
       parts > 1 ? cluster * ceil_div(kEights, cluster) * Block::kMultiplying * 16 : 0;
   const int square_bytes = linear.scale ? parts * kNorming * Block::kRows * 4 : 0;
   const int scale_bytes = Block::kNorms ? most_steps * kRowBytes : 0;
+  const int next_bytes = linear.next.scale ? Block::kWarps * Block::kRows * 4 : 0;
   // Sums that are sent take the place of slots that have been read if they are many.
   const bool in_slots = Block::kIsLarge && cluster > 1;
   const int other_bytes = kAlignment + (in_slots ? 0 : sum_bytes) + square_bytes + scale_bytes +
-                          2 * sizeof(uint64_t);
+                          next_bytes + 2 * sizeof(uint64_t);
   const int slot_bytes = Block::kSlotBytes + 3 * sizeof(uint64_t);
   const auto slots_of = [&](int blocks) {  // that share a multiprocessor
     return (kMultiprocessorBytes / blocks - kReservedBytes - other_bytes) / slot_bytes;
   };
-  const int slots = are_shared && slots_of(2) >= 3 ? slots_of(2) : slots_of(1);
+  // Small tiles of few weights leave room for a block of the next matmul, which begins to copy its
+  // own.
+  const int64_t weights = int64_t(linear.outputs) * (Block::kGated ? 2 : 1) * linear.inputs;
+  const bool leaves_room = are_shared || (Block::kRows <= 64 && weights * 2 <= kTileBytes);
+  const int slots = leaves_room && slots_of(2) >= 3 ? slots_of(2) : slots_of(1);
   const int least = in_slots ? ceil_div(sum_bytes, Block::kSlotBytes) : 0;
   *shares = {cluster, parts / cluster, steps / parts, steps % parts, kEights / cluster,
              kEights % cluster};
@@ -592,7 +651,8 @@ int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
   shares->sums = in_slots ? 0 : slots_end;
   shares->squares = slots_end + (in_slots ? 0 : sum_bytes);
   shares->scale = shares->squares + square_bytes;
-  shares->barriers = shares->scale + scale_bytes;
+  shares->next_squares = shares->scale + scale_bytes;
+  shares->barriers = shares->next_squares + next_bytes;
   return other_bytes + shares->depth * slot_bytes;
 }
 
@@ -600,7 +660,8 @@ template <class Block>
 const char* launch(const Linear& linear, const Plan& plan, bool early, Stream stream) {
   Shares shares;
   const int bytes = place_in_memory<Block>(linear, plan, &shares);
-  if (linear.roots) {
+  const bool scales = linear.scaled && !linear.is_scaled;
+  if (scales) {
     const int norm_bytes = ceil_div(linear.inputs, kStep) * kRowBytes + plan.parts * kNorming * 4;
     if (const char* error = launch_behind(norm_kernel, linear.rows, kNormThreads, norm_bytes, early,
                                           stream, linear, plan.parts, shares.steps,
@@ -608,7 +669,7 @@ const char* launch(const Linear& linear, const Plan& plan, bool early, Stream st
       return error;
     }
   }
-  const uint16_t* rows = linear.roots ? linear.scaled : linear.x;
+  const uint16_t* rows = linear.scaled ? linear.scaled : linear.x;
   CUtensorMap xs, kernel;
   if (const char* error = map_of(rows, linear.inputs, linear.rows, Block::kRows, &xs)) return error;
   const int columns = linear.outputs * (Block::kGated ? 2 : 1);
@@ -618,7 +679,7 @@ const char* launch(const Linear& linear, const Plan& plan, bool early, Stream st
   const dim3 blocks(plan.cluster, ceil_div(linear.rows, Block::kRows),
                     ceil_div(linear.outputs, Block::kOutputs));
   return launch_clusters(hopper_kernel<Block>, plan.cluster, blocks, Block::kThreads, bytes,
-                         early || linear.roots, stream, linear, xs, kernel, shares);
+                         early || scales, stream, linear, xs, kernel, shares);
 }
 
 struct Tile {
@@ -644,7 +705,8 @@ const char* launch_fastest(const Linear& linear, bool early, Stream stream) {
   using Smallest = Block<gated, 32, norms>;
   constexpr int kMostSums = (Smallest::kEights + kMostCluster - 1) * Smallest::kMultiplying * 16;
   constexpr int kMostOther = kAlignment + kMostSums + kMostCluster * kNorming * 32 * 4 +
-                             kTileInputs * 2 + 2 * int(sizeof(uint64_t));
+                             kTileInputs * 2 + Smallest::kWarps * 32 * 4 +
+                             2 * int(sizeof(uint64_t));
   static_assert(kMultiprocessorBytes - kReservedBytes - kMostOther >=
                 2 * (Smallest::kSlotBytes + 3 * int(sizeof(uint64_t))));
   Tile fastest{};
@@ -657,7 +719,7 @@ const char* launch_fastest(const Linear& linear, bool early, Stream stream) {
 
 template <bool gated>
 const char* launch_kind(const Linear& linear, bool early, Stream stream) {
-  const bool norms = linear.scale && !linear.roots;  // in the tiles
+  const bool norms = linear.scale && !linear.scaled;  // in the tiles
   return (norms ? launch_fastest<gated, true> : launch_fastest<gated, false>)(linear, early, stream);
 }
 
