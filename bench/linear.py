@@ -143,7 +143,8 @@ SUITE = suite_of(
         default={"model": "qwen3-8b", "rows": 1, "weights": "bfloat16"},
         choices={"model": DENSE, "weights": ("bfloat16", *KINDS)},
         gpu=[
-            *product(model=SMALL, rows=(1, 8, 12, 16, 24, 96)),
+            *product(model=SMALL, rows=(1, 8, 12, 16, 24, 32, 64, 96)),
+            *product(model=("qwen3-1.7b", "llama-3.2-1b"), rows=(12, 64)),
             *product(model=("qwen3-8b",), rows=(1, 10), weights=("bfloat16", "int8", "mxfp4")),
         ],
         quick=product(model=SMALL[:2], rows=(12,)),
