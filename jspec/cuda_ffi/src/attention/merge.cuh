@@ -9,7 +9,7 @@ namespace jspec {
 namespace {
 
 constexpr int kMergeThreads = 256, kLanes = 32;  // a warp merges a row
-constexpr int kPartsPerLane = kMaxParts / kLanes;
+constexpr int kPartsPerLane = kMaxParts / kLanes, kAtOnce = 8;  // reads of parts
 
 struct Merge {
   const float* partial_out;   // [batch, kv_heads, parts, tokens * group, channels]
@@ -57,18 +57,26 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __grid_co
   struct alignas(4 * kPerLane) Sums {
     float of[kPerLane];
   } sums = {};
+  const Sums* parts = reinterpret_cast<const Sums*>(m.partial_out) + first * kLanes + lane;
 #pragma unroll
   for (int group = 0; group < kPartsPerLane; ++group) {
     const int start = group * kLanes, count = min(m.parts - start, kLanes);
-#pragma unroll 16
-    for (int i = 0; i < count; ++i) {
-      const float share = __shfl_sync(kAllLanes, weights[group], i);
-      // Read also what was not written, so that no read waits for a share.
-      const Sums x = reinterpret_cast<const Sums*>(
-          m.partial_out)[(first + int64_t(start + i) * rows) * kLanes + lane];
+#pragma unroll 2
+    for (int i = 0; i < count; i += kAtOnce) {
+      // Read also what was not written, so that no read waits for a share, and the last part again,
+      // which has no share here, so that no read waits for another.
+      Sums x[kAtOnce];
 #pragma unroll
-      for (int c = 0; c < kPerLane; ++c) {
-        if (share > 0) sums.of[c] = fmaf(share, x.of[c], sums.of[c]);
+      for (int j = 0; j < kAtOnce; ++j) {
+        x[j] = parts[int64_t(min(start + i + j, m.parts - 1)) * rows * kLanes];
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float share = __shfl_sync(kAllLanes, weights[group], i + j);
+#pragma unroll
+        for (int c = 0; c < kPerLane; ++c) {
+          if (share > 0) sums.of[c] = fmaf(share, x[j].of[c], sums.of[c]);
+        }
       }
     }
   }
