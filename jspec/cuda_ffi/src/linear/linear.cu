@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kMostWarps = 16;          // of a block
 constexpr int kTile = kGroup * kWidth;  // weights of a group
-constexpr int kSplitInputs = 640;       // of 9 rows and more, where tiles are slower
+constexpr int kTwiceInputs = 640;       // the most of 9 rows and more of a chain
 
 // A warp takes `groups` groups of inputs; `tiles` tiles of 8 rows. A multiplication of 16 columns,
 // 16 inputs and 8 rows takes the inputs in any order that weights and rows agree on: a lane has 8
@@ -158,15 +158,16 @@ bool suits_tiles(const Linear& linear) {
          columns * linear.inputs * 2 <= kTileBytes && is_hopper();
 }
 
-// Of more than 8 rows each weight is multiplied twice: many inputs are faster in tiles.
 bool is_small(const Linear& linear) {
-  const bool is_split = linear.rows > 8 && linear.inputs > kSplitInputs && suits_tiles(linear);
-  return !is_quantized(linear) && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows &&
-         !is_split;
+  return !is_quantized(linear) && linear.inputs <= kSmallInputs && linear.rows <= kSmallRows;
 }
 
-bool is_in_tiles(const Linear& linear) {
-  return linear.exact || linear.rows > kMostRows || (!is_small(linear) && suits_tiles(linear));
+// Of more than 8 rows a small matmul multiplies each weight twice. With many inputs tiles are faster
+// in a chain, where they begin early, but not alone.
+bool is_in_tiles(const Linear& linear, bool in_chain) {
+  if (linear.exact || linear.rows > kMostRows) return true;
+  const bool is_twice = in_chain && linear.rows > 8 && linear.inputs > kTwiceInputs;
+  return (is_twice || !is_small(linear)) && suits_tiles(linear);
 }
 
 const char* launch_small(const Linear& linear, bool early, Stream stream) {
@@ -175,8 +176,8 @@ const char* launch_small(const Linear& linear, bool early, Stream stream) {
                                               : launch_tiles<most>(linear, early, stream);
 }
 
-const char* launch_any(const Linear& linear, bool early, Stream stream) {
-  if (is_in_tiles(linear)) return linear_hopper(linear, early, stream);
+const char* launch_any(const Linear& linear, bool in_chain, bool early, Stream stream) {
+  if (is_in_tiles(linear, in_chain)) return linear_hopper(linear, early, stream);
   return is_small(linear) ? launch_small(linear, early, stream)
                           : linear_stream(linear, early, stream);
 }
@@ -184,7 +185,7 @@ const char* launch_any(const Linear& linear, bool early, Stream stream) {
 }  // namespace
 
 const char* linear(const Linear& linear, Stream stream) {
-  return launch_any(linear, false, stream);
+  return launch_any(linear, false, false, stream);
 }
 
 const char* linear_chain(const std::vector<Link>& links, const ScaledRows& memory, Stream stream) {
@@ -193,10 +194,10 @@ const char* linear_chain(const std::vector<Link>& links, const ScaledRows& memor
     const Reduction& sum = links[i].sum;
     Linear matmul = links[i].matmul;
     if (is_scaled) read_scaled(memory, matmul);
-    is_scaled = memory.scaled && i + 1 < links.size() && is_in_tiles(matmul) &&
-                is_in_tiles(links[i + 1].matmul) &&
+    is_scaled = memory.scaled && i + 1 < links.size() && is_in_tiles(matmul, true) &&
+                is_in_tiles(links[i + 1].matmul, true) &&
                 scale_for_next(links[i + 1].matmul, sum, memory, matmul);
-    if (const char* error = launch_any(matmul, i > 0, stream)) return error;
+    if (const char* error = launch_any(matmul, true, i > 0, stream)) return error;
     if (!sum.values) continue;
     if (const char* error = all_reduce(sum, true, stream)) return error;
   }
