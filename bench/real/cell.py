@@ -30,7 +30,7 @@ from jspec.decode.options import usual_steps
 from jspec.decode.prefill import rounded_capacity, start_decoding
 from jspec.decode.programs import PROGRAMS
 from jspec.decode.rows import state_of
-from jspec.decode.state import DecodeState, Exact, FlatModels, Models
+from jspec.decode.state import DecodeState, Exact, FlatModels, Models, StepRecord
 from jspec.decode.step import decode_chunk
 from jspec.dispatch import Choice, record_choices
 from jspec.eval.sample import prepared
@@ -278,26 +278,33 @@ class Cell:
         return [dataclasses.replace(one, seed=row) for row in range(len(rows))]
 
     def _step_time(self, drafting: Drafting, sampling: str) -> Row:
-        """Nanoseconds of a step while all rows of the first batch decode, and of its kernels."""
+        """Nanoseconds of a step while all rows of the first batch decode, and of its kernels.
+
+        As in `jspec.generate`, a chunk starts before the one ahead of it is read.
+        """
         config, models = drafting.config, self._models(drafting)
         flat, steps = FlatModels.of(models), usual_steps(config.draft, config.gamma)
         static = {"config": config, "steps": steps}
         state, run = self._started(models, config, sampling), PROGRAMS.timed()
 
-        def chunk() -> jax.Array:
+        def start() -> StepRecord:
             nonlocal state
-            state, _ = run(decode_chunk, flat, state, **static)
-            return jax.block_until_ready(state.cache.lengths)
+            state, record = run(decode_chunk, flat, state, **static)
+            return record
 
         for _ in range(WARMUPS):
-            chunk()
-        samples = []
+            jax.block_until_ready(start())
+        running, following = start(), start()
+        jax.block_until_ready(running)
+        samples, begin = [], time.perf_counter_ns()
         while len(samples) < SAMPLES:
-            begin = time.perf_counter_ns()
-            chunk()
-            if bool(state.done.any()):  # a step of fewer rows is another step
+            running, following = following, start()
+            if jax.device_get(running).done.any():  # a step of fewer rows is another step
                 break
-            samples.append(round((time.perf_counter_ns() - begin) / steps))
+            end = time.perf_counter_ns()
+            samples.append(round((end - begin) / steps))
+            begin = end
+        jax.block_until_ready(following)
         if not samples:
             raise RuntimeError(f"{drafting.name}: some row ended before a step could be timed")
         result: Row = {"step_ns": samples}
@@ -307,7 +314,7 @@ class Cell:
         result["floors_ns"] = of_parts
         if point.DEVICE.reason is None and sampling == "greedy":
             program = run.executable(decode_chunk, (flat, state), static)
-            result |= self._profile(chunk, program, steps, statistics.median(samples))
+            result |= self._profile(start, program, steps, statistics.median(samples))
         return result
 
     def _started(self, models: Models, config: jspec.StepConfig, sampling: str) -> DecodeState:

@@ -28,9 +28,10 @@ from bench.drafters import (
 )
 from bench.real import _todo, case, check, figures, grid, tables, texts
 from bench.real.answers import per_step, repeats
-from bench.real.cell import Cell
+from bench.real.cell import SAMPLES, WARMUPS, Cell
 from bench.settings import Settings
 from jspec.decode.programs import PROGRAMS
+from jspec.decode.state import StepRecord
 from jspec.models.bundled import bundled_path
 from jspec.models.hashes import save_hashes
 from tests.conftest import OF_BYTES, make_decoder
@@ -73,6 +74,25 @@ def cell(tokenizer, prompts):
     made.compile([(plain, "greedy"), (plain, "t0.8")])
     assert made.row(plain, "greedy", 12)["checked"]
     return made
+
+
+def test_a_chunk_is_timed_with_the_next_one_on_its_way(cell, monkeypatch):
+    """The host, which reads a chunk and starts another, is then no part of a step's time."""
+    events, run, read = [], PROGRAMS.timed(), jax.device_get
+
+    def start(*args, **static):
+        events.append("start")
+        return run(*args, **static)
+
+    def reading(x):
+        events.extend(["read"] * isinstance(x, StepRecord))
+        return read(x)
+
+    monkeypatch.setattr(PROGRAMS, "timed", lambda: start)
+    monkeypatch.setattr(jax, "device_get", reading)
+    row = cell._step_time(Drafting.of(PLAIN, 3), "t0.8")
+    assert len(row["step_ns"]) == SAMPLES
+    assert events == ["start"] * (WARMUPS + 2) + ["start", "read"] * SAMPLES
 
 
 @pytest.mark.exhaustive
