@@ -29,8 +29,7 @@ SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
 # At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS,
 # and of an exact matmul.
 TILE_ROWS, TILE_INPUTS = 128, 2**15
-# Inputs whose squares the matmul ahead adds up for a norm.
-SQUARED = 64
+SQUARED = 64  # inputs of one sum of squares that the matmul ahead of a norm writes
 # The most rows, and rows times bytes of weights, for which tiles scale the rows for a norm
 # themselves; a kernel of its own does so for more.
 NORMED_ROWS, NORMED_WORK = 128, 2**29
@@ -64,10 +63,10 @@ def _launch(x, kernel, bias, norm, add, *, gated, transposed, dtype, exact) -> A
     outputs = kernel.shape[:-1] if transposed else kernel.shape[1:]
     outputs = outputs[1:] if gated else outputs
     rows = math.prod(x.shape[:-1])
-    scaled = [kernel] if _is_scaled_ahead(rows, kernel, norm, exact) else []
+    scaled = [(rows, kernel.shape[0])] if _is_scaled_ahead(rows, kernel, norm, exact) else []
     y, *_ = library.call(
         "linear",
-        (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype), *_scaled_rows(rows, scaled)),
+        (jax.ShapeDtypeStruct((*x.shape[:-1], *outputs), dtype), *_scaled_rows(scaled)),
         *(x, *_arguments(x, kernel, bias, norm, add)),
         vmap_method="sequential",
         bits=np.int32(weight_bits(kernel)),
@@ -92,16 +91,16 @@ def _is_scaled_ahead(
 
 
 def _scaled_rows(
-    rows: int, kernels: Sequence[Array], *, squared: int | None = None
+    shapes: Sequence[tuple[int, int]], *, squared: int | None = None
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Where rows are scaled before products with ``kernels``, one after the other, and the sums of
-    their squares: of each row, or of ``squared`` inputs."""
-    if not kernels:
+    """Scratch for the scaled rows of matmuls, one after the other, and for the sums of their
+    squares. ``shapes``: the rows and inputs of each; ``squared``: how many inputs each sum is of,
+    None for one sum per row."""
+    if not shapes:
         return ()
-    inputs = max(kernel.shape[0] for kernel in kernels)
-    sums = 1 if squared is None else -(-inputs // squared)
-    scaled = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
-    return scaled, jax.ShapeDtypeStruct((rows, sums), jnp.float32)
+    scaled = max(rows * inputs for rows, inputs in shapes)
+    sums = max(rows * (1 if squared is None else -(-inputs // squared)) for rows, inputs in shapes)
+    return jax.ShapeDtypeStruct((scaled,), jnp.bfloat16), jax.ShapeDtypeStruct((sums,), jnp.float32)
 
 
 def _arguments(x, kernel, bias, norm, add) -> list[Array]:
@@ -196,6 +195,7 @@ def linear_chain_cuda(
 
 def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
     _, *results = chain_shapes(x, ops, added=added, gated=gated)
+    reads = [math.prod(y.shape[:-1]) for y in (x, *results[:-1])]  # rows of each
     summed = [total is not None for total in sums or (None,) * len(ops)]
     parts = [
         jax.ShapeDtypeStruct(y.shape, jnp.float32)
@@ -203,13 +203,15 @@ def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
         if is_summed
     ]
     axes = next((total.axes for total in sums if total), None)
-    rows = math.prod(x.shape[:-1])
-    ahead = [_is_scaled_ahead(rows, kernel, norm, exact) for kernel, _, norm, _ in ops]
+    ahead = [
+        _is_scaled_ahead(rows, kernel, norm, exact)
+        for rows, (kernel, _, norm, _) in zip(reads, ops, strict=True)
+    ]
     # A matmul may scale its results for the norm of the next.
     may_follow = not exact and weight_bits(ops[0][0]) == 16
     scaled = [
-        kernel
-        for i, (kernel, _, norm, _) in enumerate(ops)
+        (rows, kernel.shape[0])
+        for i, (rows, (kernel, _, norm, _)) in enumerate(zip(reads, ops, strict=True))
         if ahead[i] or (may_follow and i > 0 and norm is not None)
     ]
 
@@ -218,7 +220,7 @@ def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
 
     made = library.call(
         "linear_chain",
-        (*results, *parts, *_scaled_rows(rows, scaled, squared=SQUARED if may_follow else None)),
+        (*results, *parts, *_scaled_rows(scaled, squared=SQUARED if may_follow else None)),
         *(x, *(one for op in ops for one in _arguments(x, *op))),
         vmap_method="sequential",
         bits=np.int32(weight_bits(ops[0][0])),

@@ -10,7 +10,8 @@ import pytest
 
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.linear import linear_chain_cuda, linear_cuda, refuses
-from jspec.ops.linear_chain import linear_chain
+from jspec.ops.linear_chain import chain_xla, linear_chain
+from jspec.ops.norm import RMS
 from jspec.ops.quantized import MXFP4
 from tests.cuda_ffi.emulated import emulated
 from tests.ops.test_linear_chain import a_layer, in_double_precision, summed
@@ -177,18 +178,19 @@ def test_every_tile_gives_the_same_bits(case, emulator, use_tile, monkeypatch):
                 np.testing.assert_array_equal(got, right[11:71])
 
 
+@pytest.mark.parametrize("gates", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("rows", [20, 150])
-def test_rows_of_an_exact_chain_are_those_of_its_matmuls(rows, kernel):
+def test_rows_of_an_exact_chain_are_those_of_its_matmuls(rows, gates, kernel):
     """Two of them have a norm, of other inputs: of many rows, both are scaled in one place."""
-    up, _ = arguments(rows, 96, 64, "bfloat16", "norm", "gated")
+    up, _ = arguments(rows, 96, 64, "bfloat16", "norm", *(["gated"] if gates else []))
     down, _ = arguments(rows, 64, 160, "bfloat16", "norm", "add")
     x, *first = up
     ops = (tuple(first), tuple(down[1:]))
     chain = functools.partial(
-        linear_chain_cuda, added=(None, None), gated=(True, False), exact=True
+        linear_chain_cuda, added=(None, None), gated=(gates, False), exact=True
     )
     results = jax.jit(chain)(x, ops)
-    for result, op, gated in zip(results, ops, (True, False), strict=True):
+    for result, op, gated in zip(results, ops, (gates, False), strict=True):
         settings = {"gated": gated, "transposed": False, "dtype": x.dtype}
         x = run_or_skip((x, *op), settings, exact=True)
         np.testing.assert_array_equal(np.float32(result), np.float32(x))
@@ -217,6 +219,62 @@ def test_a_layer_equals_the_definition(rows, width, kernel):
     if reason := library.refusal("linear"):
         pytest.skip(reason)
     assert_a_layer_equals_the_definition(rows, width)
+
+
+# Rows, kernels, which matmuls have a norm and which a gate.
+CHAINS = {
+    "first-normed-wider": (40, [(256, 64), (64, 64)], (0, 1), ()),
+    "every-norm": (40, [(64, 160), (160, 64), (64, 160), (160, 64)], (1, 2, 3), ()),
+    "after-gated": (40, [(64, 2, 96), (96, 64)], (0, 1), (0,)),
+    "many-sums": (25, [(64, 4352), (4352, 64)], (1,), ()),
+    "heads": (30, [(256, 4, 64), (64, 64)], (1,), ()),
+    "heads-of-few": (3, [(256, 4, 64), (64, 64)], (1,), ()),
+    "heads-later": (30, [(256, 512), (512, 256), (256, 4, 64), (64, 64)], (1, 3), ()),
+}
+
+
+def a_chain(rows, shapes, normed, gated):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal(shape), jnp.bfloat16)
+
+    ops = []
+    for i, shape in enumerate(shapes):
+        kernel = normal(*shape, scale=shape[0] ** -0.5)
+        if shape[-1] > 4096:
+            kernel = kernel.at[:, 4096:].multiply(4)  # so that no square there may be left out
+        ops.append((kernel, None, RMS(normal(shape[0]), 1e-6) if i in normed else None, None))
+    settings = {"added": (None,) * len(ops), "gated": tuple(i in gated for i in range(len(ops)))}
+    return normal(rows, shapes[0][0]), tuple(ops), settings
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_each_matmul_of_a_chain_equals_the_definition(case, kernel):
+    if reason := library.refusal("linear"):
+        pytest.skip(reason)
+    x, ops, settings = a_chain(*CHAINS[case])
+    results = jax.jit(functools.partial(linear_chain_cuda, **settings))(x, ops)
+    for result, op, gated in zip(results, ops, settings["gated"], strict=True):
+        (right,) = chain_xla(x, (op,), added=(None,), gated=(gated,))
+        np.testing.assert_allclose(np.float32(result), np.float32(right), rtol=3e-2, atol=3e-2)
+        x = result
+
+
+def test_places_for_scaled_rows_of_a_chain_are_checked(monkeypatch):
+    if reason := library.refusal("linear"):
+        pytest.skip(reason)
+    places = tuple(jax.ShapeDtypeStruct((40 * 160,), d) for d in (jnp.bfloat16, jnp.float32))
+    x, ops, settings = a_chain(*CHAINS["every-norm"])
+
+    def run(*places):
+        monkeypatch.setattr("jspec.cuda_ffi.linear._scaled_rows", lambda *_, **__: places)
+        return jax.jit(functools.partial(linear_chain_cuda, **settings))(x, ops)
+
+    for i in range(2):
+        small = [place.update(shape=(119,)) if i == j else place for j, place in enumerate(places)]
+        with pytest.raises(jax.errors.JaxRuntimeError, match="room for 40 rows of 160 of"):
+            jax.block_until_ready(run(*small))
 
 
 @pytest.mark.slow

@@ -51,18 +51,9 @@ const char* linear(const Linear& linear, Stream stream) {
 }
 
 const char* linear_chain(const std::vector<Link>& links, const ScaledRows& memory, Stream stream) {
-  bool is_scaled = false;
-  for (size_t i = 0; i < links.size(); ++i) {
-    const Reduction& sum = links[i].sum;
-    Linear matmul = links[i].matmul;
-    if (is_scaled) read_scaled(memory, matmul);
-    is_scaled = memory.scaled && i + 1 < links.size() &&
-                scale_for_next(links[i + 1].matmul, sum, memory, matmul);
-    if (const char* error = launch_any(matmul, i > 0, stream)) return error;
-    if (!sum.values) continue;
-    if (const char* error = all_reduce(sum, true, stream)) return error;
-  }
-  return nullptr;
+  return launch_links(
+      links, memory, stream, [](const Linear&) { return true; },
+      [&](const Linear& matmul, bool early) { return launch_any(matmul, early, stream); });
 }
 
 }  // namespace jspec

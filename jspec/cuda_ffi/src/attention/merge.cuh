@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge(const __grid_co
     const int start = group * kLanes, count = min(m.parts - start, kLanes);
 #pragma unroll 2
     for (int i = 0; i < count; i += kAtOnce) {
-      // Read also what was not written, so that no read waits for a share, and the last part again,
-      // which has no share here, so that no read waits for another.
+      // Parts that were not written are read too, and past the end the last part again: their share
+      // is 0. So the eight loads depend on nothing.
       Sums x[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {

@@ -21,23 +21,39 @@ struct ScaledRows {
   float* squares;
 };
 
-// Lets `matmul`, in tiles, scale its results for `next`, also in tiles. Whether it can: not what is
-// summed first, nor while `matmul` reads that memory itself, and exact matmuls add up squares in an
-// order of their own.
-inline bool scale_for_next(const Linear& next, const Reduction& sum, const ScaledRows& memory,
-                           Linear& matmul) {
-  if (!next.scale || sum.values || matmul.scaled || matmul.gated || matmul.wide || matmul.exact ||
-      next.rows * squares_of_row(next.inputs) > kMostSquares) {
-    return false;
-  }
-  matmul.next = {next.scale, memory.scaled, memory.squares};
-  return true;
+// Whether `matmul` may write its results once more, scaled for the norm of `next`; both are in tiles.
+// Not if other devices' results are added first, nor while `matmul` itself reads `memory`. Exact
+// matmuls add up squares in an order of their own, and tiles with a gate have no code for it.
+inline bool can_scale_for_next(const Linear& matmul, const Reduction& sum, const Linear& next) {
+  return next.scale && next.inputs == matmul.outputs && !sum.values && !matmul.wide &&
+         !matmul.scaled && !matmul.gated && !matmul.exact &&
+         next.rows * squares_of_row(next.inputs) <= kMostSquares;
 }
 
-// Lets `matmul` read what the one ahead of it scaled.
-inline void read_scaled(const ScaledRows& memory, Linear& matmul) {
-  matmul.scaled = memory.scaled, matmul.squares = memory.squares;
-  matmul.square_parts = squares_of_row(matmul.inputs), matmul.is_scaled = true;
+// Calls `launch(matmul, early)` for each matmul, and sums what is summed. `is_in_tiles(matmul)`:
+// whether it is launched in tiles.
+template <class IsInTiles, class Launch>
+const char* launch_links(const std::vector<Link>& links, const ScaledRows& memory, Stream stream,
+                         IsInTiles is_in_tiles, Launch launch) {
+  bool is_scaled = false;  // by the matmul ahead
+  for (size_t i = 0; i < links.size(); ++i) {
+    auto [matmul, sum] = links[i];
+    if (is_scaled) {
+      matmul.scaled = memory.scaled, matmul.squares = memory.squares;
+      matmul.square_parts = squares_of_row(matmul.inputs), matmul.scaled_by_previous = true;
+    }
+    const Linear* next = i + 1 < links.size() ? &links[i + 1].matmul : nullptr;
+    is_scaled = memory.scaled && next && is_in_tiles(matmul) && is_in_tiles(*next) &&
+                can_scale_for_next(matmul, sum, *next);
+    if (is_scaled) {
+      matmul.next = {next->scale, memory.scaled, memory.squares, squares_of_row(matmul.outputs)};
+    }
+    matmul.is_followed = next != nullptr;
+    if (const char* error = launch(matmul, i > 0)) return error;
+    if (!sum.values) continue;
+    if (const char* error = all_reduce(sum, true, stream)) return error;
+  }
+  return nullptr;
 }
 
 // Matmuls in a row, each of which may read what those before it gave. On a GPU each begins to read

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kMostWarps = 16;          // of a block
 constexpr int kTile = kGroup * kWidth;  // weights of a group
-constexpr int kTwiceInputs = 640;       // the most of 9 rows and more of a chain
+constexpr int kMostUntiled = 640;  // inputs of over 8 rows in a chain; with more, tiles are faster
 
 // A warp takes `groups` groups of inputs; `tiles` tiles of 8 rows. A multiplication of 16 columns,
 // 16 inputs and 8 rows takes the inputs in any order that weights and rows agree on: a lane has 8
@@ -166,7 +166,7 @@ bool is_small(const Linear& linear) {
 // in a chain, where they begin early, but not alone.
 bool is_in_tiles(const Linear& linear, bool in_chain) {
   if (linear.exact || linear.rows > kMostRows) return true;
-  const bool is_twice = in_chain && linear.rows > 8 && linear.inputs > kTwiceInputs;
+  const bool is_twice = in_chain && linear.rows > 8 && linear.inputs > kMostUntiled;
   return (is_twice || !is_small(linear)) && suits_tiles(linear);
 }
 
@@ -189,19 +189,9 @@ const char* linear(const Linear& linear, Stream stream) {
 }
 
 const char* linear_chain(const std::vector<Link>& links, const ScaledRows& memory, Stream stream) {
-  bool is_scaled = false;
-  for (size_t i = 0; i < links.size(); ++i) {
-    const Reduction& sum = links[i].sum;
-    Linear matmul = links[i].matmul;
-    if (is_scaled) read_scaled(memory, matmul);
-    is_scaled = memory.scaled && i + 1 < links.size() && is_in_tiles(matmul, true) &&
-                is_in_tiles(links[i + 1].matmul, true) &&
-                scale_for_next(links[i + 1].matmul, sum, memory, matmul);
-    if (const char* error = launch_any(matmul, true, i > 0, stream)) return error;
-    if (!sum.values) continue;
-    if (const char* error = all_reduce(sum, true, stream)) return error;
-  }
-  return nullptr;
+  return launch_links(
+      links, memory, stream, [](const Linear& matmul) { return is_in_tiles(matmul, true); },
+      [&](const Linear& matmul, bool early) { return launch_any(matmul, true, early, stream); });
 }
 
 }  // namespace jspec

@@ -3,7 +3,6 @@
 // 8 bits with a scale for each column, or 4 bits with one for each block of inputs of a column.
 #pragma once
 
-#include "common/host_device.h"
 #include "common/launch.h"
 
 namespace jspec {
@@ -19,20 +18,19 @@ constexpr int kTileRows = 128, kExactRows = 1 << 16, kTileInputs = 1 << 15;
 // Up to so many bytes of weights, tiles were measured to be faster for few rows too.
 constexpr int64_t kTileBytes = 24 << 20;
 
-// Inputs whose squares the matmul ahead adds up for a norm, and the most such sums of all rows: each
-// block reads those of its rows, which takes longer than a kernel of its own where they are many.
+// Inputs of one sum of squares that the matmul ahead of a norm writes, and the most such sums of all
+// rows: each block reads those of its rows, and many take longer than scaling the rows otherwise.
 constexpr int kSquared = 64, kMostSquares = 4096;
 
 // The sums of squares of a row of so many inputs.
-JSPEC_HOST_DEVICE inline int squares_of_row(int inputs) {
-  return (inputs + kSquared - 1) / kSquared;
-}
+inline int squares_of_row(int inputs) { return (inputs + kSquared - 1) / kSquared; }
 
 // Where a matmul scales its results for the norm of the next of a chain; null for none.
 struct Next {
   const uint16_t* scale;  // [outputs] of that norm
   uint16_t* scaled;       // [rows, outputs]
-  float* squares;         // [rows, squares_of_row(outputs)]
+  float* squares;         // [rows, parts]
+  int32_t parts;          // squares_of_row(outputs)
 };
 
 struct Linear {
@@ -54,11 +52,12 @@ struct Linear {
   bool exact;  // the bits of a row depend on that row alone, on Hopper
   // Rows that are scaled for the norm by a kernel ahead, and sums of their squares; null: the matmul
   // scales them itself.
-  uint16_t* scaled;  // [rows, inputs]
-  float* squares;    // [rows, square_parts]
-  int32_t square_parts;
-  bool is_scaled;  // the matmul ahead did so; else a kernel of its own does
-  Next next;
+  uint16_t* scaled = nullptr;  // [rows, inputs]
+  float* squares = nullptr;    // [rows, square_parts]
+  int32_t square_parts = 0;
+  bool scaled_by_previous = false;  // matmul of the chain; else by a kernel of its own
+  Next next{};
+  bool is_followed = false;  // by a matmul of its chain, which begins early
 };
 
 // Returns what went wrong, or null.

@@ -79,8 +79,7 @@ struct Matmul {
                     biased ? values(bias) : nullptr, normed ? values(scale) : nullptr,
                     added ? values(add) : nullptr, buffers.data<void>(out),
                     static_cast<int32_t>(rows), static_cast<int32_t>(inputs),
-                    static_cast<int32_t>(outputs), eps, gated, transposed, wide, exact,
-                    nullptr, nullptr, 0, false, {}};
+                    static_cast<int32_t>(outputs), eps, gated, transposed, wide, exact};
     return ffi::Error::Success();
   }
 };
@@ -155,6 +154,7 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
   const Buffers buffers(arguments, results);
   const Group group = group_of(device, ranks, patience);
   std::vector<Link> found(links);
+  const size_t scratch = buffers.size() - 2;  // if it scales
   size_t part = arguments.size() + links;
   for (size_t i = 0; i < links; ++i) {
     if (added[i] < -2 || added[i] >= int64_t(i)) {
@@ -168,11 +168,10 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
                         bits, biased[i] != 0, normed[i] != 0, adds && !sum, gated[i] != 0,
                         bits < 16, exact, eps[i]};
     error = matmul.read(buffers, found[i].matmul);
-    const size_t memory = buffers.size() - 2;
-    if (!error.failure() && scaled[i]) error = scale_in(buffers, memory, found[i].matmul);
-    if (!error.failure() && scales && normed[i] && !exact) {
+    if (!error.failure() && scaled[i]) error = scale_in(buffers, scratch, found[i].matmul);
+    if (!error.failure() && scales && i > 0 && normed[i] && !exact) {
       const Linear& matmul = found[i].matmul;
-      error = check_scaled(buffers, memory, matmul, squares_of_row(matmul.inputs));
+      error = check_scaled(buffers, scratch, matmul, squares_of_row(matmul.inputs));
     }
     if (error.failure()) return error;
     if (!sum) continue;
@@ -193,9 +192,8 @@ ffi::Error multiply_in_chain(Stream stream, int32_t device, ffi::RemainingArgs a
     ++part;
   }
   ScaledRows memory{};
-  if (scales) {
-    const size_t at = buffers.size() - 2;
-    memory = {buffers.data<uint16_t>(at), buffers.data<float>(at + 1)};
+  if (scales && !exact) {
+    memory = {buffers.data<uint16_t>(scratch), buffers.data<float>(scratch + 1)};
   }
   return launched(linear_chain(found, memory, stream));
 }

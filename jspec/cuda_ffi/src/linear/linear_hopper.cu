@@ -5,7 +5,8 @@
 // one the rows. Weights are the first factor of the matrix instruction, from registers; rows are
 // the second, from shared memory, so a thread has the sums of a column of both sides. If there is a
 // norm, four more warps scale the rows where they are and add up their squares; many rows are
-// scaled by a kernel of their own. The blocks of a cluster split the inputs of a tile; each adds up
+// scaled by a kernel of their own, or by the matmul ahead of a chain, where it writes its results.
+// The blocks of a cluster split the inputs of a tile; each adds up
 // the sums of its share of the rows, in one order. docs/matmuls.md says more.
 #include <algorithm>
 
@@ -28,7 +29,7 @@ constexpr int kAlignment = 1024;  // of tiles whose units are permuted
 constexpr int kNorming = 4, kNormThreads = 32 * kNorming, kUnitBytes = 16;
 constexpr int kRegisters = 1 << 16, kMultiprocessorBytes = 228 * 1024;  // of a multiprocessor
 constexpr int kReservedBytes = 1024;                                    // of a block for itself
-enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet };  // barriers of a block, by number
+enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet, kNextSquaresMeet };  // barriers of a block, by number
 
 // What a kernel is compiled for: whether a matmul has a gate, the rows of a tile, and whether its
 // blocks scale them for a norm.
@@ -464,17 +465,17 @@ __global__ void __launch_bounds__(Block::kThreads, Block::kResident)
   }
   if (gated || !linear.next.scale) return;
 
-  // Four warps have the columns of a sum.
+  // The columns of a sum are those of four warps.
   constexpr int kSums = Block::kOutputs / kSquared;
   static_assert(gated || kWarps == 4 * kSums);
-  barrier_of<kMultiplying>(kRootsMeet);
+  barrier_of<kMultiplying>(kNextSquaresMeet);
 #pragma unroll 1
   for (int at = threadIdx.x; at < eights * 8 * kSums; at += kMultiplying) {
     const int row = (rank + at / kSums / 8 * cluster) * 8 + at / kSums % 8;
     const int sum = at % kSums, place = first_column / kSquared + sum;
     const float* from = next_squares + sum * 4 * kRows + row;
-    if (first_row + row < linear.rows && place * kSquared < outputs) {
-      linear.next.squares[int64_t(first_row + row) * squares_of_row(outputs) + place] =
+    if (first_row + row < linear.rows && place < linear.next.parts) {
+      linear.next.squares[int64_t(first_row + row) * linear.next.parts + place] =
           from[0] + from[kRows] + from[2 * kRows] + from[3 * kRows];
     }
   }
@@ -595,7 +596,7 @@ int exact_parts(const Linear& linear) {
 template <class Block>
 Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   constexpr float kSharing = 1.42f;
-  // Of a block: the next matmul begins where it finds room, and ends late if that is not for all.
+  // What each block costs the next matmul, which ends late if not all of its blocks find room.
   const float crowding = linear.next.scale ? 23 : 0;
   const int processors = multiprocessors(), resident = resident_blocks<Block>();
   const int steps = ceil_div(linear.inputs, kStep);
@@ -625,7 +626,8 @@ int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
   const int steps = ceil_div(linear.inputs, kStep), most_steps = ceil_div(steps, cluster);
   const int sum_bytes =
       parts > 1 ? cluster * ceil_div(kEights, cluster) * Block::kMultiplying * 16 : 0;
-  const int square_bytes = linear.scale ? parts * kNorming * Block::kRows * 4 : 0;
+  const int squares_each = Block::kNorms ? parts * kNorming : 1;  // of a row
+  const int square_bytes = linear.scale ? squares_each * Block::kRows * 4 : 0;
   const int scale_bytes = Block::kNorms ? most_steps * kRowBytes : 0;
   const int next_bytes = linear.next.scale ? Block::kWarps * Block::kRows * 4 : 0;
   // Sums that are sent take the place of slots that have been read if they are many.
@@ -636,10 +638,10 @@ int place_in_memory(const Linear& linear, const Plan& plan, Shares* shares) {
   const auto slots_of = [&](int blocks) {  // that share a multiprocessor
     return (kMultiprocessorBytes / blocks - kReservedBytes - other_bytes) / slot_bytes;
   };
-  // Small tiles of few weights leave room for a block of the next matmul, which begins to copy its
-  // own.
+  // Small tiles of few weights leave room for a block of the next matmul, which begins to copy its own.
   const int64_t weights = int64_t(linear.outputs) * (Block::kGated ? 2 : 1) * linear.inputs;
-  const bool leaves_room = are_shared || (Block::kRows <= 64 && weights * 2 <= kTileBytes);
+  const bool leaves_room =
+      are_shared || (linear.is_followed && Block::kRows <= 64 && weights * 2 <= kTileBytes);
   const int slots = leaves_room && slots_of(2) >= 3 ? slots_of(2) : slots_of(1);
   const int least = in_slots ? ceil_div(sum_bytes, Block::kSlotBytes) : 0;
   *shares = {cluster, parts / cluster, steps / parts, steps % parts, kEights / cluster,
@@ -660,7 +662,7 @@ template <class Block>
 const char* launch(const Linear& linear, const Plan& plan, bool early, Stream stream) {
   Shares shares;
   const int bytes = place_in_memory<Block>(linear, plan, &shares);
-  const bool scales = linear.scaled && !linear.is_scaled;
+  const bool scales = linear.scaled && !linear.scaled_by_previous;
   if (scales) {
     const int norm_bytes = ceil_div(linear.inputs, kStep) * kRowBytes + plan.parts * kNorming * 4;
     if (const char* error = launch_behind(norm_kernel, linear.rows, kNormThreads, norm_bytes, early,
