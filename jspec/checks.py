@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,12 @@ def require(condition: bool, message: str) -> None:
     """Raise `ValueError` with ``message`` unless ``condition``."""
     if not condition:
         raise ValueError(message)
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """`` (did you mean ...?)`` with the one of ``names`` nearest to ``name``, or nothing."""
+    close = difflib.get_close_matches(name, list(names), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def is_number(value: Any) -> bool:

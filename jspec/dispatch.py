@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jspec import tuned
+from jspec.checks import suggestion
 from jspec.gpu import gpu_in_use
 
 
@@ -83,7 +84,8 @@ class Backends(Mapping[str, str]):
         for name, backend in self._named:
             if name not in known:
                 raise BackendError(
-                    f"decoding calls no operation {name!r}; it calls {', '.join(known)}"
+                    f"decoding calls no operation {name!r}{suggestion(name, known)}; it calls "
+                    f"{', '.join(known)}"
                 )
             known[name].check(backend)
 

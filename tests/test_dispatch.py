@@ -139,8 +139,11 @@ def test_a_later_name_replaces_an_earlier_one():
 def test_backends_are_checked_against_the_operations_that_there_are():
     Backends({x.name: next(iter(x.backends)) for x in operations()}).check(operations())
     Backends().check(operations())
-    with pytest.raises(BackendError, match=r"calls no operation 'verify'; it calls .*, pack,"):
-        Backends(verify="cuda").check(operations())
+    message = r"calls no operation 'packs' \(did you mean pack\?\); it calls .*, pack,"
+    with pytest.raises(BackendError, match=message):
+        Backends(packs="cuda").check(operations())
+    with pytest.raises(BackendError, match=r"calls no operation 'xyz'; it calls .*, pack,"):
+        Backends(xyz="cuda").check(operations())
     with pytest.raises(BackendError, match="pack has no implementation 'cuba'; choose one of xla,"):
         Backends(pack="cuba").check(operations())
 

@@ -54,12 +54,13 @@ def _part(runs: Sequence[Run]) -> str:
 
 def _verdict(runs: Sequence[Run]) -> str:
     """When vegas wins and when it loses, over all cells."""
-    best: list[float] = []
+    best: list[tuple[float, str]] = []
     slower: dict[str, dict[str, dict[str, None]]] = {}
     for cell in (x for run in runs for pair in pairs(run.result) for x in pair.cells):
         row = cell.shown.get(VEGAS)
         speed = None if row is None else cell.speed(row)
-        best += [] if speed is None else [speed]
+        of_cell = f"{cell.model}, {rows_of(cell.case)} of {kilo(cell.case['S'])} tokens"
+        best += [] if speed is None else [(speed, of_cell)]
         if speed is not None and is_slower(speed):
             of_model = slower.setdefault(cell.model, {})
             of_model.setdefault(rows_of(cell.case), {})[kilo(cell.case["S"])] = None
@@ -68,9 +69,10 @@ def _verdict(runs: Sequence[Run]) -> str:
         of_rows = [f"{rows} of {_listed(list(sizes), 'or')}" for rows, sizes in of_model.items()]
         places.append(f"{_listed(of_rows, 'and')} tokens ({model})")
     loses = f"It is slower than plain decoding with {'; '.join(places)}. " if places else ""
+    speed, where = max(best, default=(0, ""))
     return (
         f"`{VEGAS}`, which drafts with 7 % of the context, wins where many rows have long contexts"
-        f"{f', up to {ratio(max(best))}' if best else ''}: there a plain step is mostly the "
+        f"{f', up to {ratio(speed)} ({where})' if best else ''}: there a plain step is mostly the "
         f"reading of their caches. {loses}With few rows or short contexts a step waits for its "
         "kernels, not for memory. [docs/RESULTS.md](docs/RESULTS.md) has all cells, every drafter "
         "at the largest batch, acceptance by position, other libraries, and what limits the "

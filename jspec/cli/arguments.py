@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jspec import __version__
+from jspec.checks import suggestion
 from jspec.cli.errors import one_line
 
 PROMPTS = ("prompt", "prompt_file", "demo", "requests")  # options that name prompts
@@ -31,8 +31,7 @@ class _Parser(argparse.ArgumentParser):
         values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = unknown[0].partition("=")[0]
-            close = difflib.get_close_matches(option, self._option_string_actions, 1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
+            meant = suggestion(option, self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown):.200}{meant}")
         return values, unknown
 

@@ -219,7 +219,7 @@ def _table(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> 
     """A line a run with few tasks, else a line a task."""
     tasks = list(results[0]["scores"])
     headings = ["policy", "budget", "score", *tasks]
-    rows = [headings + (["mean accepted length"] if arguments.draft else [])]
+    rows = [headings + (["tokens per step"] if arguments.draft else [])]
     for result in results:
         budget = "all" if result["budget"] is None else f"{result['budget']:g}"
         row = [result["policy"], budget, f"{result['score']:.1f}"]

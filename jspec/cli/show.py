@@ -44,6 +44,9 @@ def console() -> Console:
     return PlainConsole(stderr=True, width=width, highlight=False)
 
 
+POSITIONS = 12  # of a draft, whose acceptance fits a line
+
+
 def counted(number: int, thing: str) -> str:
     """As in ``1 text`` and ``2 texts``."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
@@ -143,12 +146,15 @@ def print_table(
     table.add_row("tokens", f"{stats.committed} in {stats.steps} steps")
     if stats.drafted:
         table.add_row(
-            "mean accepted length",
-            f"{stats.mean_accepted_length:.2f}  ({stats.acceptance_rate:.0%} of {stats.drafted} "
+            "tokens per step",
+            f"{stats.mean_accepted_length:.2f}  ({stats.acceptance_rate:.0%} of {stats.drafted:,} "
             "drafted tokens accepted)",
         )
-        rates = " ".join(f"{p.rate:.2f}" for p in stats.acceptance_by_position[:16] if p.attempts)
-        table.add_row("acceptance by position", rates)
+        rates = [f"{p.rate:.2f}" for p in stats.acceptance_by_position if p.attempts]
+        more = f" ... ({len(rates)} positions)" if len(rates) > POSITIONS else ""
+        table.add_row("acceptance by position", " ".join(rates[:POSITIONS]) + more)
+    elif stats.acceptance_by_position:
+        table.add_row("drafted tokens", "none")
     if len(stats.steps_at_gamma) > 1:
         steps = ", ".join(f"{gamma}: {steps}" for gamma, steps in stats.steps_at_gamma)
         table.add_row("steps by gamma", steps)
@@ -164,8 +170,8 @@ def print_table(
     if compare is not None:
         table.add_row(
             "against plain decoding",
-            f"{_sameness(compare)}, {compare['speedup']:.2f}x of its "
-            f"{compare['decode_tokens_per_s']:,.1f} tokens/s",
+            f"{_sameness(compare)}, at {compare['speedup']:.2f}x of its speed "
+            f"({compare['decode_tokens_per_s']:,.1f} tokens/s)",
         )
     console().print(table)
 

@@ -6,6 +6,7 @@ import dataclasses
 import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from jspec.checks import suggestion
 from jspec.models.files import INTEGER_LIMIT
 from jspec.policies.dense import Dense
 from jspec.policies.exact_topk import ExactTopK
@@ -57,7 +58,10 @@ def named_policy(text: str) -> Policy:
             "the draft"
         )
     if name not in POLICIES:
-        raise ValueError(f"policy {name!r} is unknown; choose one of {', '.join(POLICIES)}")
+        raise ValueError(
+            f"policy {name!r} is unknown{suggestion(name, POLICIES)}; choose one of "
+            f"{', '.join(POLICIES)}"
+        )
     return made(POLICIES[name], "policy", name, settings)
 
 

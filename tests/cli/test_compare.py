@@ -106,3 +106,17 @@ def test_acceptance_is_shown_of_positions_that_were_drafted(capsys):
     print_table(stats, [], None)
     shown = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
     assert "acceptance by position  0.75 0.00" in shown
+
+
+def test_acceptance_of_long_drafts_says_how_many_positions_there_are(capsys):
+    positions = (PositionRate(4, 1),) * 20
+    stats = dataclasses.replace(Stats.merged([]), drafted=2000, acceptance_by_position=positions)
+    print_table(stats, [], None)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"by position {'0.25 ' * 12}... (20 positions)" in shown
+
+
+def test_drafts_that_never_came_are_said_to_be_none(capsys):
+    stats = dataclasses.replace(Stats.merged([]), acceptance_by_position=(PositionRate(0, 0),))
+    print_table(stats, [], None)
+    assert "drafted tokens  none" in capsys.readouterr().err

@@ -23,7 +23,7 @@ BAD = [
     (
         StepConfig,
         {"backends": {"pack": "xla"}},
-        "decoding calls no operation 'pack'; it calls attention",
+        "decoding calls no operation 'pack' (did you mean pack_path?); it calls",
     ),
     (StepConfig, {"backends": {"attention": "fast"}}, "attention has no implementation 'fast'"),
     (Streaming, {"sinks": -1}, "sinks=-1 must be at least 0"),
@@ -99,6 +99,7 @@ def test_a_drafter_has_a_name(text, expected):
     ("text", "message"),
     [
         ("oracle", f"draft 'oracle' is unknown; choose one of {', '.join(names())}"),
+        ("ngarm", "draft 'ngarm' is unknown (did you mean ngram?); choose one of none"),
         ("", "draft '' is unknown"),
         (
             "ngram:length=3",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jspec.checks import shown
+from jspec.checks import shown, suggestion
 from jspec.decode.draft.chain import Chain
 from jspec.decode.draft.drafter import Drafter, NoDraft
 from jspec.decode.draft.lookup import NgramDraft, SuffixDraft
@@ -48,7 +48,9 @@ def named_draft(text: str) -> Drafter:
         policy = made(policies[name], "draft", name, ",".join(policy_settings))
         draft = made(kind, "draft", name, ",".join(draft_settings))
         return dataclasses.replace(draft, policy=policy)
-    raise ValueError(f"draft {name!r} is unknown; choose one of {', '.join(names())}")
+    raise ValueError(
+        f"draft {name!r} is unknown{suggestion(name, names())}; choose one of {', '.join(names())}"
+    )
 
 
 def _chain(text: str) -> Chain:
