@@ -92,7 +92,11 @@ def test_any_prefill_chunk_gives_the_same_cache(chunk, tiny):
             },
             "verify_stochastic has no implementation 'ballot'; choose one of xla",
         ),
-        ([[1]], {"backends": {"verify": "xla"}}, "decoding calls no operation 'verify'; it calls"),
+        (
+            [[1]],
+            {"backends": {"verify": "xla"}},
+            r"decoding calls no operation 'verify' \(did you mean verify_tree\?\); it calls",
+        ),
     ],
     ids=lambda value: "-".join(value.split()[:4]) if isinstance(value, str) else "",
 )

@@ -219,7 +219,7 @@ def test_the_command_prints_json_and_tables(small, capsys):
     assert printed.err == ""  # no terminal, no bar
     title, *table = printed.out.splitlines()
     assert title == "ruler-bytes, 1,300 tokens, drafts of each policy: percent right"
-    assert [line.split()[-1] for line in table[:3]] == ["mean", "accepted", "length"]
+    assert [line.split()[-1] for line in table[:3]] == ["tokens", "per", "step"]
     assert [line.split()[0] for line in table[3:]] == ["streaming", "dense"]
 
 
