@@ -56,14 +56,16 @@ def _verdict(runs: Sequence[Run]) -> str:
     """When vegas wins and when it loses, over all cells."""
     best: list[tuple[float, str]] = []
     slower: dict[str, dict[str, dict[str, None]]] = {}
-    for cell in (x for run in runs for pair in pairs(run.result) for x in pair.cells):
+    cells = ((run, x) for run in runs for pair in pairs(run.result) for x in pair.cells)
+    for run, cell in cells:
         row = cell.shown.get(VEGAS)
         speed = None if row is None else cell.speed(row)
-        of_cell = f"{cell.model}, {rows_of(cell.case)} of {kilo(cell.case['S'])} tokens"
-        best += [] if speed is None else [(speed, of_cell)]
+        size = kilo(cell.case["S"])
+        where = f"{run.card}, {cell.model}, {rows_of(cell.case)} of {size} tokens"
+        best += [] if speed is None else [(speed, where)]
         if speed is not None and is_slower(speed):
             of_model = slower.setdefault(cell.model, {})
-            of_model.setdefault(rows_of(cell.case), {})[kilo(cell.case["S"])] = None
+            of_model.setdefault(rows_of(cell.case), {})[size] = None
     places = []
     for model, of_model in slower.items():
         of_rows = [f"{rows} of {_listed(list(sizes), 'or')}" for rows, sizes in of_model.items()]

@@ -24,6 +24,8 @@ from jspec.dispatch import Choice
 
 _DESCRIPTION = TextColumn("{task.description}", markup=False)
 
+POSITIONS = 10  # the most of a draft whose acceptance is shown
+
 
 class PlainConsole(Console):
     """A console that shows text as it is: no markup, and control characters spelled out."""
@@ -42,9 +44,6 @@ def console() -> Console:
     """Tables and progress go to stderr, so that stdout carries nothing but text or JSON."""
     width = min(100, Console(stderr=True).width)
     return PlainConsole(stderr=True, width=width, highlight=False)
-
-
-POSITIONS = 12  # of a draft, whose acceptance fits a line
 
 
 def counted(number: int, thing: str) -> str:

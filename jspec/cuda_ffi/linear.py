@@ -195,7 +195,7 @@ def linear_chain_cuda(
 
 def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
     _, *results = chain_shapes(x, ops, added=added, gated=gated)
-    reads = [math.prod(y.shape[:-1]) for y in (x, *results[:-1])]  # rows of each
+    rows_of = [math.prod(y.shape[:-1]) for y in (x, *results[:-1])]  # each matmul
     summed = [total is not None for total in sums or (None,) * len(ops)]
     parts = [
         jax.ShapeDtypeStruct(y.shape, jnp.float32)
@@ -205,14 +205,14 @@ def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
     axes = next((total.axes for total in sums if total), None)
     ahead = [
         _is_scaled_ahead(rows, kernel, norm, exact)
-        for rows, (kernel, _, norm, _) in zip(reads, ops, strict=True)
+        for rows, (kernel, _, norm, _) in zip(rows_of, ops, strict=True)
     ]
-    # A matmul may scale its results for the norm of the next.
-    may_follow = not exact and weight_bits(ops[0][0]) == 16
+    # Whether a matmul may scale its results for the norm of the next.
+    may_scale_next = not exact and weight_bits(ops[0][0]) == 16
     scaled = [
         (rows, kernel.shape[0])
-        for i, (rows, (kernel, _, norm, _)) in enumerate(zip(reads, ops, strict=True))
-        if ahead[i] or (may_follow and i > 0 and norm is not None)
+        for i, (rows, (kernel, _, norm, _)) in enumerate(zip(rows_of, ops, strict=True))
+        if ahead[i] or (may_scale_next and i > 0 and norm is not None)
     ]
 
     def each(values, dtype: type[np.generic] = np.int32):
@@ -220,7 +220,7 @@ def _launch_chain(x, ops, *, added, gated, sums, exact) -> tuple[Array, ...]:
 
     made = library.call(
         "linear_chain",
-        (*results, *parts, *_scaled_rows(scaled, squared=SQUARED if may_follow else None)),
+        (*results, *parts, *_scaled_rows(scaled, squared=SQUARED if may_scale_next else None)),
         *(x, *(one for op in ops for one in _arguments(x, *op))),
         vmap_method="sequential",
         bits=np.int32(weight_bits(ops[0][0])),

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jspec.cli.requests import CliRequest
-from jspec.cli.show import print_table
+from jspec.cli.show import POSITIONS, print_table
 from jspec.config import SamplingParams
 from jspec.decode.stats import PositionRate, Stats
 
@@ -113,7 +113,7 @@ def test_acceptance_of_long_drafts_says_how_many_positions_there_are(capsys):
     stats = dataclasses.replace(Stats.merged([]), drafted=2000, acceptance_by_position=positions)
     print_table(stats, [], None)
     shown = " ".join(capsys.readouterr().err.split())
-    assert f"by position {'0.25 ' * 12}... (20 positions)" in shown
+    assert f"by position {'0.25 ' * POSITIONS}... (20 positions)" in shown
 
 
 def test_drafts_that_never_came_are_said_to_be_none(capsys):

@@ -6,8 +6,8 @@
 // the second, from shared memory, so a thread has the sums of a column of both sides. If there is a
 // norm, four more warps scale the rows where they are and add up their squares; many rows are
 // scaled by a kernel of their own, or by the matmul ahead of a chain, where it writes its results.
-// The blocks of a cluster split the inputs of a tile; each adds up
-// the sums of its share of the rows, in one order. docs/matmuls.md says more.
+// The blocks of a cluster split the inputs of a tile; each adds up the sums of its share of the rows,
+// in one order. docs/matmuls.md says more.
 #include <algorithm>
 
 #include "common/dependent.cuh"
@@ -29,7 +29,8 @@ constexpr int kAlignment = 1024;  // of tiles whose units are permuted
 constexpr int kNorming = 4, kNormThreads = 32 * kNorming, kUnitBytes = 16;
 constexpr int kRegisters = 1 << 16, kMultiprocessorBytes = 228 * 1024;  // of a multiprocessor
 constexpr int kReservedBytes = 1024;                                    // of a block for itself
-enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet, kNextSquaresMeet };  // barriers of a block, by number
+// Barriers of a block, by number.
+enum { kScaleMeets = 1, kSquaresMeet, kRootsMeet, kNextSquaresMeet };
 
 // What a kernel is compiled for: whether a matmul has a gate, the rows of a tile, and whether its
 // blocks scale them for a norm.
@@ -596,7 +597,7 @@ int exact_parts(const Linear& linear) {
 template <class Block>
 Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   constexpr float kSharing = 1.42f;
-  // What each block costs the next matmul, which ends late if not all of its blocks find room.
+  // Nanoseconds that a block costs the next matmul, which ends late if not all its blocks find room.
   const float crowding = linear.next.scale ? 23 : 0;
   const int processors = multiprocessors(), resident = resident_blocks<Block>();
   const int steps = ceil_div(linear.inputs, kStep);
