@@ -1,9 +1,10 @@
-"""Three clocks: device time of kernels, wall time of a call, marginal time of a step in a loop.
+"""Four clocks: device time and span of kernels, wall time of a call, time of a step in a loop.
 
 *device*: the time in which at least one kernel runs, by CUPTI's records of their starts and ends;
-gaps between kernels, and copies and fills by the driver, do not count. *wall*: from Python's call
-until the outputs are ready, launch included. *step*: the marginal time of a step inside a jitted
-`lax.scan`, from loops of two lengths, above a step that only counts. All in nanoseconds.
+gaps between kernels, and copies and fills by the driver, do not count. *span*: from the start of
+the first kernel to the end of the last, with gaps. *wall*: from Python's call until the outputs are
+ready, launch included. *step*: the marginal time of a step inside a jitted `lax.scan`, from loops
+of two lengths, above a step that only counts. All in nanoseconds.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class Kernel(NamedTuple):
         name: of the kernel.
         ns: in which it ran and no kernel that started before it.
         waited: whether no kernel ran when it started.
+        gap: nanoseconds before it in which no kernel ran, since the first one started.
     """
 
     name: str
     ns: int
     waited: bool
+    gap: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +50,14 @@ class Times:
 
     Attributes:
         samples: nanoseconds of each call.
+        spans: the same with the gaps between its kernels.
         kernels: that a call launches.
         waits: those of them that start when the one before has ended. A kernel that may start
             earlier does not wait, unless there is nothing left to overlap with.
     """
 
     samples: list[int]
+    spans: list[int]
     kernels: int
     waits: int
 
@@ -163,8 +168,12 @@ def _times(groups: list[list[Kernel]], repeats: int, name: str) -> Times:
         if rest or len(names) != 1:
             raise RuntimeError(f"{name}: CUPTI recorded other kernels from call to call")
     samples = [sum(kernel.ns for kernel in group) for group in groups]
+    spans = [
+        sample + sum(kernel.gap for kernel in group[1:])
+        for sample, group in zip(samples, groups, strict=True)
+    ]
     waits = [sum(kernel.waited for kernel in group[1:]) for group in groups]
-    return Times(samples, len(groups[0]), statistics.median_low(waits))
+    return Times(samples, spans, len(groups[0]), statistics.median_low(waits))
 
 
 def _session(calls: Callable[[int], None], repeats: int) -> list[Kernel]:
@@ -193,10 +202,11 @@ def exclusive_times(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
     Each has the time in which it runs and no kernel that started before it does, so that the sum is
     the time in which at least one kernel runs.
     """
-    kernels, until = [], 0.0
+    kernels, until = list[Kernel](), 0.0
     for name, start, end in sorted(events, key=lambda event: event[1:]):
         ns = round(max(end - max(start, until), 0.0))
-        kernels.append(Kernel(name, ns, waited=start >= until))
+        gap = round(max(start - until, 0.0)) if kernels else 0
+        kernels.append(Kernel(name, ns, waited=start >= until, gap=gap))
         until = max(until, end)
     return kernels
 

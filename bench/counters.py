@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from bench import attention, hata, pack, point, select, verify
 from bench.cases import Case
-from bench.program import Absent, compile_all, shapes, sources
+from bench.program import Absent, compile_all
 from bench.settings import Settings
 from bench.suite import OperationBenchmark, Result, Suite, of_operation
 from jspec.dispatch import Operation
@@ -130,12 +130,11 @@ def child(names: Path, text: str, only: tuple[str, ...]) -> None:
     benchmark, case = parsed(text)
     operation: Operation = benchmark.operation
     setup = benchmark.setup(case)
-    static = dict(setup.static)
-    by_backend = sources(operation, shapes(setup.arguments), Settings(only=only), **static)
+    by_backend = setup.programs(operation, Settings(only=only))
     programs = {
         name: program
         for name, program in compile_all(operation.name, by_backend).items()
-        if not isinstance(program, Absent) and setup.check(program(*setup.arguments))
+        if not isinstance(program, Absent) and setup.check(program(*setup.inputs))
     }
     marker = jax.jit(lambda x: jnp.tan(jnp.cosh(x))).lower(jnp.ones(7)).compile()
     ones = jnp.ones(7)
@@ -143,7 +142,7 @@ def child(names: Path, text: str, only: tuple[str, ...]) -> None:
         jax.block_until_ready(marker(ones))  # its name is that of the first row
         for program in programs.values():
             jax.block_until_ready(marker(ones))
-            jax.block_until_ready(program(*setup.arguments))
+            jax.block_until_ready(program(*setup.inputs))
     names.write_text("\n".join(["", *programs]))
 
 

@@ -17,7 +17,7 @@ from bench import workload
 from bench.cases import Case, product
 from bench.decode.catalogue import MODELS
 from bench.program import reference
-from bench.suite import OperationBenchmark, Setup, suite_of
+from bench.suite import Layers, OperationBenchmark, Setup, suite_of
 from jspec.ops.linear import LINEAR
 from jspec.ops.linear_chain import LINEAR_CHAIN, Arrays
 from jspec.ops.norm import RMS
@@ -27,6 +27,7 @@ TOLERANCE = 0.03  # of a value of about 1, rounded to bfloat16 after each operat
 PARTS = ("qkv", "output", "gate_up", "down", "logits")
 CHAIN = ("output", "gate_up", "down", "qkv")  # what follows attention, up to that of the next layer
 DENSE = tuple(name for name, config in MODELS.items() if config.experts is None)
+LAYERS = 8  # whose chains run after each other
 BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
@@ -35,7 +36,8 @@ class _Weights:
 
     def __init__(self, case: Case):
         self.config, self.rows, self.kind = MODELS[case["model"]], case["rows"], case["weights"]
-        self._keys = iter(jax.random.split(jax.random.key(workload.SEED), 5 * len(PARTS)))
+        count = 5 * len(PARTS) * LAYERS
+        self._keys = iter(jax.random.split(jax.random.key(workload.SEED), count))
 
     def normal(self, *shape: int, scale: float = 1.0) -> jax.Array:
         return (scale * jax.random.normal(next(self._keys), shape)).astype(jnp.bfloat16)
@@ -84,15 +86,35 @@ def linear_setup(case: Case) -> Setup:
 
 
 def chain_setup(case: Case) -> Setup:
-    """The matmuls between the attentions of two layers, of ``rows`` rows."""
+    """The matmuls between the attentions of two layers, of ``rows`` rows, for each of `LAYERS`.
+
+    A layer's x, which attention would make, is the first columns of the qkv of the layer before.
+    """
     weights = _Weights(case)
-    output, gate_up, (*down, _), qkv = map(weights.op, CHAIN)
-    x = weights.normal(case["rows"], weights.shape("output")[0])
-    arguments = x, (output, gate_up, (*down, None), qkv)
     static = {"added": (None, None, 0, None), "gated": (False, True, False, False)}
-    expected = reference(LINEAR_CHAIN, jax.tree.map(_float32, arguments), **static)
+    inputs, _ = weights.shape("output")
+    x = weights.normal(case["rows"], inputs)
+
+    def follow(outputs: tuple[jax.Array, ...]) -> jax.Array:
+        return outputs[-1][:, :inputs]
+
+    layers = [_chain(weights) for _ in range(LAYERS)]
+    expected, to_check = (), x.astype(jnp.float32)
+    for ops in layers:
+        expected = reference(LINEAR_CHAIN, (to_check, jax.tree.map(_float32, ops)), **static)
+        to_check = follow(expected)
+    arguments = x, layers[0]
     moved = _bytes(arguments) + sum(y.size * BFLOAT16.itemsize for y in expected)
-    return Setup(arguments, _is_near(expected, roundings=len(CHAIN)), moved, static)
+    after = Layers(tuple((ops,) for ops in layers[1:]), follow)
+    # What a layer rounds is added to a residual of its own, so that errors do not grow.
+    check = _is_near(expected, roundings=len(CHAIN))
+    return Setup(arguments, check, moved, static, layers=after)
+
+
+def _chain(weights: _Weights) -> tuple[Arrays, ...]:
+    """The arrays of a layer's matmuls."""
+    output, gate_up, down, qkv = map(weights.op, CHAIN)
+    return output, gate_up, (*down[:-1], None), qkv  # down's residual is the output's result
 
 
 def _bytes(arguments: Any) -> int:

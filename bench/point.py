@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.clocks import DeviceClock, wall
+from bench.clocks import DeviceClock, Times, wall
 from bench.program import Absent, Program, failure, unavailable
 from bench.settings import Settings
 
@@ -53,6 +53,7 @@ def measure(
     *,
     states: Sequence[str] = ("warm",),
     moved: int | None = None,
+    layers: int = 1,
 ) -> list[Row]:
     """Check every program, and time those whose outputs are right.
 
@@ -63,6 +64,8 @@ def measure(
         settings: how often each is timed.
         states: of the L2 cache, for the device clock. Without it the wall clock of warm calls runs.
         moved: bytes that the operation has to read and write.
+        layers: that each program runs one after the other. More than one have a span, too; times
+            are of one of them.
 
     Returns:
         A row for each state of each program that ran, else one with the reason. If the device clock
@@ -84,16 +87,27 @@ def measure(
             except RuntimeError as error:
                 rows.append(row(operation, at, "device clock", checked=False, reason=str(error)))
                 continue
-            samples = [
-                {"device_ns": times.samples, "kernels": times.kernels, "waits": times.waits}
-                for times in times_by_program
-            ]
+            samples = [_of_layer(times, layers) for times in times_by_program]
         for program, clocks in zip(right, samples, strict=True):
             if state == "warm":
-                clocks["wall_ns"] = wall(program, settings.repeats)
+                clocks["wall_ns"] = _divided(wall(program, settings.repeats), layers)
             rest = {"backend": not program.alone, "chosen": program.chosen, "bytes": moved}
             rows.append(row(operation, at, program.name, checked=True, **rest, **clocks))
     return rows
+
+
+def _of_layer(times: Times, layers: int) -> Row:
+    """The fields of a program's device time, for one of its layers."""
+    fields: Row = {
+        "device_ns": _divided(times.samples, layers),
+        "kernels": times.kernels // layers,
+        "waits": times.waits // layers,
+    }
+    return fields | ({"span_ns": _divided(times.spans, layers)} if layers > 1 else {})
+
+
+def _divided(samples: Sequence[int], layers: int) -> list[int]:
+    return [round(ns / layers) for ns in samples]
 
 
 def _checked(operation: str, case: Mapping[str, Any], program: Program | Absent) -> Program | Row:
@@ -118,7 +132,7 @@ class Spread:
 
 
 def spread(row: Row, clock: str) -> Spread | None:
-    """The spread of clock ``"device"``, ``"wall"`` or ``"step"``; None without samples."""
+    """The spread of clock ``"device"``, ``"span"``, ``"wall"`` or ``"step"``, if it was read."""
     samples = row.get(f"{clock}_ns")
     if not samples:
         return None
@@ -138,5 +152,6 @@ def by_case(rows: Sequence[Row], operation: str) -> list[list[Row]]:
 
 
 def best_clock(row: Row) -> Spread | None:
-    """The spread of the device clock, else of the wall clock, else of the step clock."""
-    return spread(row, "device") or spread(row, "wall") or spread(row, "step")
+    """The spread of the first of these clocks that was read: span, device, wall, step."""
+    spreads = (spread(row, clock) for clock in ("span", "device", "wall", "step"))
+    return next(filter(None, spreads), None)

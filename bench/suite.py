@@ -11,7 +11,7 @@ import jax
 from bench import cases, ceilings, point, table
 from bench.cases import Case
 from bench.clocks import Feed, add_steps
-from bench.program import bound, chosen, compile_all, shapes, sources
+from bench.program import Absent, Source, bound, chosen, compile_all, shapes, sources
 from bench.rivals.common import Maker, each
 from bench.settings import Settings, bar
 from jspec.dispatch import Operation
@@ -93,16 +93,30 @@ class Benchmark:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layers:
+    """Layers that run after the first in one program, so that times include what is between them.
+
+    Attributes:
+        arguments: of each, after the first argument.
+        follow: makes the first argument of a layer from the outputs of the one before.
+    """
+
+    arguments: tuple[tuple[Any, ...], ...]
+    follow: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Setup:
     """An operation at one case.
 
     Attributes:
         arguments: of its backends, on the device.
         check: whether the outputs of a backend are right.
-        bytes: what the operation must read and write.
+        bytes: what the operation must read and write, once.
         static: the keyword arguments of its backends.
         rivals: what makes the programs of other libraries, by name.
         feed: how steps of a jitted loop depend on each other; None: steps are not timed.
+        layers: what else runs in the same program; ``check`` is of the last one's outputs.
     """
 
     arguments: tuple[Any, ...]
@@ -111,6 +125,36 @@ class Setup:
     static: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rivals: Mapping[str, Maker] = dataclasses.field(default_factory=dict)
     feed: Feed | None = None
+    layers: Layers | None = None
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The arguments of a program: with layers, the first argument and the others of each."""
+        if self.layers is None:
+            return self.arguments
+        return self.arguments[0], self.arguments[1:], *self.layers.arguments
+
+    def programs(self, operation: Operation, settings: Settings) -> dict[str, Source | Absent]:
+        """The programs of the backends that the settings select."""
+        by_backend = sources(operation, shapes(self.arguments), settings, **self.static)
+        return {
+            name: self.program(x.function) if isinstance(x, Source) else x
+            for name, x in by_backend.items()
+        }
+
+    def program(self, function: Callable[..., Any]) -> Source:
+        """The program of a backend's function; it returns the outputs of the last layer."""
+        layers = self.layers
+        if layers is None:
+            return Source(function, shapes(self.arguments))
+
+        def run(x: Any, first: tuple[Any, ...], *others: tuple[Any, ...]) -> Any:
+            outputs = function(x, *first)
+            for arguments in others:
+                outputs = function(layers.follow(outputs), *arguments)
+            return outputs
+
+        return Source(run, shapes(self.inputs))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,16 +185,22 @@ class OperationBenchmark(Benchmark):
     def _rows(self, case: Case, settings: Settings) -> list[point.Row]:
         setup = self.setup(case)
         arguments, static = setup.arguments, dict(setup.static)
-        by_backend = sources(self.operation, shapes(arguments), settings, **static)
+        by_backend = setup.programs(self.operation, settings)
         best = chosen(self.operation, arguments, **static)
         seconds: dict[str, float] = {}
         programs = [
-            bound(name, program, arguments, setup.check, chosen=name == best)
+            bound(name, program, setup.inputs, setup.check, chosen=name == best)
             for name, program in compile_all(self.name, by_backend, seconds).items()
         ]
         programs += each(setup.rivals, settings)
         rows = point.measure(
-            self.name, case, programs, settings, states=self.states, moved=setup.bytes
+            self.name,
+            case,
+            programs,
+            settings,
+            states=self.states,
+            moved=setup.bytes,
+            layers=1 if setup.layers is None else 1 + len(setup.layers.arguments),
         )
         sizes = dict(self.operation.sizes(*arguments, **static))
         for row in rows:

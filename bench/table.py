@@ -121,7 +121,7 @@ def _options(rows: Sequence[Row]) -> tuple[list[str], dict[str, Any]]:
 def _clocks(rows: Sequence[Row]) -> list[str]:
     """The clocks that have samples, those of `bench.clocks` first."""
     samples = (key for row in rows for key, x in row.items() if isinstance(x, list) and x)
-    known = ("device", "wall", "step", *(key.removesuffix("_ns") for key in samples))
+    known = ("device", "span", "wall", "step", *(key.removesuffix("_ns") for key in samples))
     return [clock for clock in dict.fromkeys(known) if any(f"{clock}_ns" in r for r in rows)]
 
 

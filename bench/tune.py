@@ -2,7 +2,8 @@
 
 A point is a case of an operation; its ratios are the backends' times over the fastest one's. Times
 are of a step in a jitted loop where they were measured, since a call that XLA cannot capture in a
-graph costs several launches there, and elsewhere device times, with what launches cost in a step.
+graph costs several launches there, else spans of kernels with the gaps between them, else device
+times, with what launches cost in a step.
 An order costs, at a point, the ratio of the first of its backends that ran. Points may be cut in
 two by a size and a bound, and the parts again, where that lowers the cost enough. Each part becomes
 a rule of the table (see `jspec.tuned`), those below a bound first. Without a folder of results,
@@ -228,7 +229,7 @@ def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     if None not in steps.values():
         return {name: time.median for name, time in steps.items() if time is not None}
     return {
-        row["name"]: time.median + WAIT * row.get("waits", 0)
+        row["name"]: time.median + (0.0 if spread(row, "span") else WAIT * row.get("waits", 0))
         for row in rows
         if (time := best_clock(row)) is not None
     }

@@ -74,7 +74,7 @@ def by_part(kernels: Iterable[Kernel], made_from: dict[str, str]) -> Sums:
     """
     paths = [
         (name, ns, made_from.get(re.sub("(_mosaic_gpu).*", r"\1", name), ""))
-        for name, ns, _ in kernels
+        for name, ns, *_ in kernels
     ]
     sums: Sums = {part: dict.fromkeys(KINDS, 0) for part in PARTS}
     phases = [match[1] for *_, path in paths if (match := _PHASE.search(path))]
@@ -109,7 +109,7 @@ def figures(
         step_ns: the time of a step.
     """
     totals: dict[str, list[float]] = {}
-    for name, ns, _ in kernels:
+    for name, ns, *_ in kernels:
         total = totals.setdefault(name, [0.0, 0.0])
         total[0] += 1 / steps
         total[1] += ns / steps

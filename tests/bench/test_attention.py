@@ -143,7 +143,7 @@ class Steady(DeviceClock):
     reason = None
 
     def time(self, programs, repeats, *, cold):
-        return [Times([1000 * (n + 1)] * repeats, 1, 0) for n in range(len(programs))]
+        return [Times([1000 * (n + 1)] * repeats, [], 1, 0) for n in range(len(programs))]
 
 
 def test_by_the_device_clock_a_row_has_its_bytes_and_share_of_the_read_ceiling(

@@ -33,7 +33,9 @@ class Recorder(DeviceClock):
         def start():
             # The last kernel starts before the one before it has ended.
             last = len(kernels) - 1
-            self.log.extend(Kernel(name, ns, i != last) for i, ns in enumerate(kernels))
+            self.log.extend(
+                Kernel(name, ns, i != last, gap=100 * (i != last)) for i, ns in enumerate(kernels)
+            )
 
         return Program(name, start, lambda outputs: True, lambda outputs: outputs, alone)
 
@@ -45,6 +47,7 @@ def test_device_time_is_the_sum_of_the_kernels_of_a_call(monkeypatch, cold, alon
     programs = [clock.program("one", 7), clock.program("two", 5, 2, 4, alone=alone)]
     times = clock.time([*programs, clock.program("none")], 4, cold=cold)
     assert [t.samples for t in times] == [[7] * 4, [11] * 4, [0] * 4]
+    assert [t.spans for t in times] == [[7] * 4, [111] * 4, [0] * 4]  # no gap before the first
     assert [t.kernels for t in times] == [1, 3, 0]
     assert [t.waits for t in times] == [0, 1, 0]
     assert sum(kernel.name == "flush" for kernel in clock.log) == (12 if cold else 0)
@@ -66,11 +69,25 @@ def test_kernels_that_overlap_are_counted_once():
     # The second starts before the first has ended, the third runs inside it, the fourth after.
     events = [("late", 30.0, 35.0), ("a", 0.0, 10.0), ("b", 8.0, 20.0), ("inside", 9.0, 12.0)]
     assert clocks.exclusive_times(events) == [
-        ("a", 10, True),
-        ("b", 10, False),
-        ("inside", 0, False),
-        ("late", 5, True),
+        ("a", 10, True, 0),
+        ("b", 10, False, 0),
+        ("inside", 0, False, 0),
+        ("late", 5, True, 10),
     ]
+
+
+def test_a_program_of_layers_has_the_span_of_one_layer_and_is_compared_by_it(monkeypatch):
+    clock = Recorder(monkeypatch)
+    clock.__dict__["reason"] = None
+    monkeypatch.setattr(point, "DEVICE", clock)
+    programs = [clock.program("gaps", 6, 5, 5, 4), clock.program("none", 80, 0)]
+    rows = point.measure("x", {}, programs, Settings(True), states=("cold",), layers=2)
+    assert [row["device_ns"] for row in rows] == [[10] * 10, [40] * 10]
+    assert [row["span_ns"] for row in rows] == [[110] * 10, [40] * 10]
+    assert [(row["kernels"], row["waits"]) for row in rows] == [(2, 1), (1, 0)]
+    assert [point.best_clock(row).median for row in rows] == [0.11, 0.04]
+    (without,) = point.measure("x", {}, programs[:1], Settings(True), states=("cold",))
+    assert "span_ns" not in without
 
 
 @pytest.mark.parametrize("lost", [0, 5])

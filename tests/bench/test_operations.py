@@ -78,8 +78,8 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     bench = benchmark(name)
     reference = bench.operation.backend("xla").run
     setup = bench.setup(bench.case(CASES[name]))
-    run = jax.jit(functools.partial(reference, **setup.static))
-    outputs, tree = jax.tree.flatten(jax.device_get(run(*setup.arguments)))
+    run = jax.jit(setup.program(functools.partial(reference, **setup.static)).function)
+    outputs, tree = jax.tree.flatten(jax.device_get(run(*setup.inputs)))
     wrong = [f"wrong{i}" for i in range(len(outputs))]
 
     def changed(index):
@@ -95,7 +95,7 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     backends |= {name: Backend(name, changed(index), always) for index, name in enumerate(wrong)}
     backends["refuses"] = Backend("refuses", reference, lambda *arguments, **static: "needs sm_90")
     operation = dataclasses.replace(bench.operation, backends=backends, default_order=("xla",))
-    rivals = {"rival": lambda name: Program(name, lambda: run(*setup.arguments), setup.check)}
+    rivals = {"rival": lambda name: Program(name, lambda: run(*setup.inputs), setup.check)}
     bench = dataclasses.replace(
         bench,
         operation=operation,

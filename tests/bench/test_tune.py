@@ -286,6 +286,9 @@ def test_a_launch_that_waits_costs_what_it_does_in_a_step():
     ]
     (point,) = points_of(rows, TOY)
     assert point.ratios == {"one": pytest.approx((10 + 3 * tune.WAIT) / 11), "two": 1.0}
+    rows = [row | {"span_ns": [12_000 + row["waits"]]} for row in rows]  # with what is idle
+    (point,) = points_of(rows, TOY)
+    assert point.ratios == {"one": pytest.approx(12.003 / 12), "two": 1.0}
 
 
 def toy_benchmark(times, wrong=()):
