@@ -33,8 +33,14 @@ class Queries(NamedTuple):
     lse: Array
 
 
-# Of each layer: the selected positions, the queries that are yet to select them, or nothing.
-Collected = tuple[Array | Queries | None, ...]
+class Scores(NamedTuple):
+    """The scores of all slots of a layer, ``[B, K, S]``, by which it selects."""
+
+    values: Array
+
+
+# Of each layer what it is yet to select by, the positions that it selected, or nothing.
+Collected = tuple[Array | Scores | Queries | None, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +51,7 @@ class Collecting:
     cache: Cache
     collected: Collected = ()
 
-    def after_layer(self, cache: Cache, entry: Array | Queries | None) -> Collecting:
+    def after_layer(self, cache: Cache, entry: Scores | Queries | None) -> Collecting:
         """The state for the next layer."""
         return Collecting(cache, (*self.collected, entry))
 
@@ -54,13 +60,13 @@ class Collecting:
 class CollectingAttend(Attend):
     """Appends new tokens, reads all positions, and collects what a guided policy selects by.
 
-    A layer that selects does so at once, so that the scores of two layers never need memory at the
-    same time, or keeps its queries where the tokens that score are not known yet. A model passes it
-    a `Collecting` and gets one.
+    A layer that selects keeps its scores, or its queries where the tokens that score are not known
+    yet; `picks` selects. The float32 scores of all layers take up to 1/H of the memory of a
+    bfloat16 cache with keys and values of H channels. A model passes it a `Collecting` and gets
+    one.
 
     Attributes:
         positions: int32 ``[B, T]``: positions of the new tokens, -1 for padding.
-        context_len: int32 ``[B]``: positions per row among which layers select.
         policy: The guided policy.
         policy_params: Parameters of ``policy.cache_policy``.
         scoring: int32 ``[B, P]``: the tokens whose queries score, -1 for none; None where the
@@ -68,7 +74,6 @@ class CollectingAttend(Attend):
     """
 
     positions: Array
-    context_len: Array
     _: dataclasses.KW_ONLY
     policy: Guided
     policy_params: Any = None
@@ -104,8 +109,8 @@ class CollectingAttend(Attend):
 
     def _collect(
         self, layer: int, q: Array, cache: Cache, sinks: Array | None
-    ) -> tuple[Array, Array, Array | Queries]:
-        """Output and log-sum-exp of a layer, and the positions or queries that it collects."""
+    ) -> tuple[Array, Array, Scores | Queries]:
+        """Output and log-sum-exp of a layer, and the scores or queries that it collects."""
         policy, spec, columns = self.policy, cache.specs[layer], cache.columns[layer]
         scoring = self.scoring
         query_positions, key_positions = in_slots(cache, layer, self.positions)
@@ -116,7 +121,7 @@ class CollectingAttend(Attend):
             with jax.named_scope("collection"):
                 probe = mean_query(q, policy.scoring(self.positions), spec.kv_heads)
             out, lse, scores = scored_attention(*arguments, probe.astype(q.dtype), **settings)
-            return out, lse, policy.pick(scores, cache, layer, self.context_len)
+            return out, lse, Scores(scores)
         out, lse = attention(*arguments, **settings)
         queries = Queries(q, lse)
         if policy.score == "weight":
@@ -124,7 +129,7 @@ class CollectingAttend(Attend):
         if scoring is None and policy.needs_verdict:
             return out, lse, queries
         scoring = policy.scoring(self.positions) if scoring is None else scoring
-        return out, lse, _picked(policy, cache, layer, queries, scoring, self.context_len)
+        return out, lse, _scores(policy, cache, layer, queries, scoring)
 
 
 def _whole_lse(cache: Cache, lse: Array, sinks: Array | None) -> Array:
@@ -147,9 +152,10 @@ def run_collecting(
     Returns the hidden states ``[B, T, D]``, the cache with the tokens' columns, and what each layer
     collected below the committed lengths. Other arguments as in `CollectingAttend`.
     """
-    attend = CollectingAttend(positions, cache.lengths, policy=policy, policy_params=policy_params)
+    context_len = cache.lengths
+    attend = CollectingAttend(positions, policy=policy, policy_params=policy_params)
     hidden, carry = model(tokens, positions, attend, Collecting(cache))
-    return hidden, carry.cache, carry.collected
+    return hidden, carry.cache, _with_picks(policy, carry, context_len)
 
 
 def run_prompt(
@@ -170,10 +176,10 @@ def run_prompt(
     """
     scoring = last_token(positions)
     attend = CollectingAttend(
-        positions, context_len, policy=policy, policy_params=policy_params, scoring=scoring
+        positions, policy=policy, policy_params=policy_params, scoring=scoring
     )
     hidden, carry = model(tokens, positions, attend, Collecting(cache))
-    return hidden, carry.cache, carry.collected
+    return hidden, carry.cache, _with_picks(policy, carry, context_len)
 
 
 def picks(
@@ -188,35 +194,27 @@ def picks(
     ``positions`` int32 ``[B, T]``: those of the pass, -1 for padding.
     """
     scoring = policy.scoring(positions, accepted)
-    context_len = jnp.maximum(positions[:, 0], 0)
-    return tuple(
-        _picked(policy, cache, layer, entry, scoring, context_len)
-        if isinstance(entry, Queries)
-        else entry
+    scored = tuple(
+        _scores(policy, cache, layer, entry, scoring) if isinstance(entry, Queries) else entry
         for layer, entry in enumerate(collected)
     )
+    return _with_picks(policy, Collecting(cache, scored), jnp.maximum(positions[:, 0], 0))
 
 
-def _picked(
-    policy: Guided,
-    cache: Cache,
-    layer: int,
-    queries: Queries,
-    scoring: Array,
-    context_len: Array,
-) -> Array:
-    """The positions that a layer selects by the queries of the tokens ``scoring [B, P]``."""
-    scores = _scores(policy, cache, layer, queries, scoring)
-    return policy.pick(scores, cache, layer, context_len)
+def _with_picks(policy: Guided, carry: Collecting, context_len: Array) -> Any:
+    """What was collected, with positions below ``context_len [B]`` in place of scores."""
+    scores = {i: x.values for i, x in enumerate(carry.collected) if isinstance(x, Scores)}
+    picked = policy.pick(scores, carry.cache, context_len)
+    return tuple(picked.get(layer, x) for layer, x in enumerate(carry.collected))
 
 
 @jax.named_scope("collection")
-def _scores(policy: Guided, cache: Cache, layer: int, queries: Queries, scoring: Array) -> Array:
-    """The scores of every slot of a layer for the queries of ``scoring``, ``[B, K, S]``."""
+def _scores(policy: Guided, cache: Cache, layer: int, queries: Queries, scoring: Array) -> Scores:
+    """The scores of a layer for the queries of the tokens ``scoring [B, P]``."""
     spec, keys = cache.specs[layer], cache.keys(layer)
     if policy.score != "weight":
         q = spec.score_scale * mean_query(queries.q, scoring, spec.kv_heads)
-        return dot_scores(q[:, None], keys)
+        return Scores(dot_scores(q[:, None], keys))
     lse = jnp.where((scoring >= 0)[..., None], gather_tokens(queries.lse, scoring), -jnp.inf)
     q = gather_tokens(queries.q, scoring)
-    return mean_weights(q, keys, lse, scale=spec.scale, softcap=spec.softcap)
+    return Scores(mean_weights(q, keys, lse, scale=spec.scale, softcap=spec.softcap))

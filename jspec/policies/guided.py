@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -187,7 +187,8 @@ class Guided(Budgeted):
         scores = cache_policy.score(policy_params.hashes, layer, cache, q).astype(jnp.float32)
         first = policy_params.since[:, 0]
         begin = jnp.where(first >= 0, first, context_len)
-        return with_since(self._best(scores, cache, layer, begin), policy_params.since)
+        best = self._best(self._over_heads(scores), cache, layer, begin)
+        return with_since(best, policy_params.since)
 
     def scoring(self, positions: Array, accepted: Array | None = None) -> Array:
         """Which tokens of a pass at ``positions [B, T]`` score, int32 ``[B, P]``, -1 for none.
@@ -207,25 +208,46 @@ class Guided(Budgeted):
         return latest if self.collect == "last" else jnp.where(index <= latest, index, -1)
 
     @jax.named_scope("selection")
-    def pick(self, scores: Array, cache: Cache, layer: int, context_len: Array) -> Array:
-        """The positions with the highest ``scores [B, K, S]`` of a layer's slots.
+    def pick(
+        self, scores: Mapping[int, Array], cache: Cache, context_len: Array
+    ) -> dict[int, Array]:
+        """The positions with the highest ``scores [B, K, S]`` of the slots of some layers.
 
-        int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``, all below ``context_len [B]``; -1 for
-        none.
+        Layers that are alike select together: many rows take about as long as few, and on a mesh
+        there is one message in place of one for each layer.
+
+        Returns:
+            Of each layer int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``, all below
+            ``context_len [B]``; -1 for none.
         """
-        if self.score == "softmax":
-            scores = softmax(scores, cache.layouts[layer], context_len)
-        return self._best(scores, cache, layer, context_len)
+        alike: dict[Any, list[int]] = {}
+        for layer, of_layer in scores.items():
+            alike.setdefault((cache.layouts[layer], of_layer.shape), []).append(layer)
+        picked: dict[int, Array] = {}
+        for (layout, _), layers in alike.items():
+            rows = []
+            for layer in layers:
+                weights = scores[layer]
+                if self.score == "softmax":
+                    weights = softmax(weights, layout, context_len)
+                rows.append(self._over_heads(weights))
+            ends = jnp.tile(context_len, len(layers))
+            best = self._best(jnp.concatenate(rows), cache, layers[0], ends)
+            picked |= zip(layers, jnp.split(best, len(layers)), strict=True)
+        return picked
+
+    def _over_heads(self, scores: Array) -> Array:
+        """``scores [B, K, S]``, or their sums ``[B, S]`` over this device's heads."""
+        return scores if self.per_head else scores.sum(axis=1)
 
     def _best(self, scores: Array, cache: Cache, layer: int, context_len: Array) -> Array:
-        """The positions of the highest ``scores [B, K, S]``, summed over heads unless ``per_head``.
+        """The positions of the highest of what `_over_heads` returns for each row.
 
         int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``, all below ``context_len [B]``.
         """
         layout = cache.layouts[layer]
-        if not self.per_head:
-            scores = scores.sum(axis=1)
-            scores = scores if cache.shards is None else cache.shards.over_heads(scores)
+        if not self.per_head and cache.shards is not None:
+            scores = cache.shards.over_heads(scores)
         if self.ahead:
             scores, layout = max_with_previous(scores, layout, self.ahead, context_len)
 

@@ -20,11 +20,12 @@ from jspec.policies.attend import run_selected
 from jspec.policies.collect import Collecting, CollectingAttend, picks
 from jspec.policies.dense import DenseAttend
 from jspec.policies.guided import Guidance, mean_query
+from jspec.policies.policy import create_cache
 from jspec.policies.prepare import prepare_params
 from tests.conftest import TINY, make_decoder
 from tests.decode.common import prompts
 from tests.parameters import default_run
-from tests.policies.common import BATCH, CAPACITY, LENGTHS, arrays_of, filled, random
+from tests.policies.common import BATCH, CAPACITY, LENGTHS, SPEC, arrays_of, filled, random
 
 SOME: dict[str, Any] = {"budget": 5, "least": 0}
 GUIDED = {
@@ -126,7 +127,7 @@ def test_it_picks_the_highest_means(name, layout):
 
     @jax.jit
     def run(q, k, v, cache):
-        attend = CollectingAttend(positions, cache.lengths, policy=policy)
+        attend = CollectingAttend(positions, policy=policy)
         out, after = attend(0, q, k, v, Collecting(cache), sinks=jnp.asarray(sinks))
         picked = picks(policy, after.cache, after.collected, positions, accepted)
         dense, _ = DenseAttend(positions)(0, q, k, v, cache, sinks=jnp.asarray(sinks))
@@ -147,6 +148,26 @@ def test_it_picks_the_highest_means(name, layout):
             got = got[got >= 0].tolist()
             assert len(set(got)) == len(got)
             assert set(got) == best
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per-head"])
+def test_layers_that_are_alike_select_together(per_head):
+    """Layers 0 and 2 have a layout in common, 1 has another one, and 3 other heads."""
+    layouts = [LINEAR, StripedLayout(CAPACITY, 3, 2), LINEAR, LINEAR]
+    specs = [SPEC, SPEC, SPEC, dataclasses.replace(SPEC, kv_heads=1)]
+    cache = create_cache(Dense(), specs, layouts, BATCH, jnp.float32)
+    scores = {i: random(BATCH, x.kv_heads, CAPACITY, seed=i) for i, x in enumerate(specs)}
+    policy, ends = Vegas(**SOME, per_head=per_head), jnp.array(LENGTHS, jnp.int32)
+    picked = jax.jit(lambda scores: policy.pick(scores, cache, ends))(scores)
+    assert picked.keys() == scores.keys()
+    for layer, positions in picked.items():
+        slots = layouts[layer].slots(np.arange(CAPACITY, dtype=np.int32))
+        in_order = np.asarray(scores[layer])[..., np.asarray(slots)]
+        by_list = in_order if per_head else in_order.sum(axis=1, keepdims=True)
+        lists = np.asarray(positions).reshape(*by_list.shape[:2], -1)
+        for row, end in enumerate(LENGTHS):
+            for of_list, got in zip(by_list[row, :, :end], lists[row], strict=True):
+                assert set(got[got >= 0]) == set(np.argsort(-of_list)[:5])
 
 
 REFRESHED = {
