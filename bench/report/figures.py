@@ -13,7 +13,7 @@ from bench.cases import kilo
 from bench.point import Row, best_clock
 from bench.report.markdown import is_slower, microseconds
 from bench.report.real import rows_of
-from bench.report.real_cells import VEGAS, Cell, pairs
+from bench.report.real_cells import VEGAS, Cell, fastest_pairs
 from bench.report.runs import Run
 
 SLOWER = "#c53030"
@@ -209,7 +209,7 @@ def _of_batch(run: Run) -> list[list[Panel]]:
 
 def _of_models(run: Run) -> list[list[Panel]]:
     """Of each model vegas against rows, a curve a context, and drafters against context."""
-    every = [cell for pair in pairs(run.result) for cell in pair.cells if cell.ranked]
+    every = [cell for pair in fastest_pairs(run.result) for cell in pair.cells if cell.ranked]
     grid = []
     for model in dict.fromkeys(cell.model for cell in every):
         of_model = [cell for cell in every if cell.model == model]

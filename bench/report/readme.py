@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from bench.cases import kilo
 from bench.report.markdown import Line, is_slower, ratio, table
 from bench.report.real import rows_of, speeds
-from bench.report.real_cells import VEGAS, pairs
+from bench.report.real_cells import VEGAS, fastest_pairs
 from bench.report.runs import Run
 
 BEGIN = "<!-- real models: written by `python -m bench report` -->"
 END = "<!-- end of real models -->"
 LABELS = ("card", "model", "rows", "context")
-COLUMNS = (*LABELS, "plain tok/s", "fastest", "vs plain", "batch", "vs plain, T=0.8")
+COLUMNS = (*LABELS, "gamma", "plain tok/s", "fastest", "vs plain", "batch", "vs plain, T=0.8")
 NOTHING = "No result of `python -m bench real` is committed."
 
 
@@ -38,13 +38,14 @@ def _part(runs: Sequence[Run]) -> str:
     lines = [line.cells for line in speeds(runs) if line.headline]
     if not lines:
         return f"{NOTHING}\n"
-    run = next(run for run in runs if pairs(run.result))
-    new = max(pair.case["new"] for run in runs for pair in pairs(run.result))
+    run = next(run for run in runs if fastest_pairs(run.result))
+    new = max(pair.case["new"] for run in runs for pair in fastest_pairs(run.result))
     shown = [Line({heading: cells[heading] for heading in COLUMNS}) for cells in lines]
     return (
         f"![Speed over plain decoding on an {run.device}](docs/{run.machine}-real.png)\n\n"
         f"Real models on real texts, answers of up to {new} tokens, **acceptance measured**: of "
-        "each model the largest batch, and where drafting does worst. *plain tok/s*: in brackets "
+        "each model the largest batch, and where drafting does worst. *gamma*: draft tokens of a "
+        "step, where vegas is fastest of those measured; *plain tok/s*: in brackets "
         "over plain decoding that only reads its bytes; *fastest*: the drafter with the most tokens"
         " a second; *vs plain*: those of vegas over jspec's plain decoding in the same run, while "
         "all rows decode; *batch*: until the slowest row has ended.\n\n"
@@ -56,7 +57,7 @@ def _verdict(runs: Sequence[Run]) -> str:
     """When vegas wins and when it loses, over all cells."""
     best: list[tuple[float, str]] = []
     slower: dict[str, dict[str, dict[str, None]]] = {}
-    cells = ((run, x) for run in runs for pair in pairs(run.result) for x in pair.cells)
+    cells = ((run, x) for run in runs for pair in fastest_pairs(run.result) for x in pair.cells)
     for run, cell in cells:
         row = cell.shown.get(VEGAS)
         speed = None if row is None else cell.speed(row)

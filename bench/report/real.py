@@ -18,7 +18,16 @@ from bench.real.figures import (
 )
 from bench.real.tables import with_error
 from bench.report.markdown import Line, ratio
-from bench.report.real_cells import MORE, VARIANTS, VEGAS, Cell, cells, headlines, pairs
+from bench.report.real_cells import (
+    MORE,
+    VARIANTS,
+    VEGAS,
+    Cell,
+    cells,
+    fastest_pairs,
+    headlines,
+    pairs,
+)
 from bench.report.runs import Run
 
 DECODERS = {
@@ -49,9 +58,9 @@ def per_step(row: Row, *, error: bool = False) -> str:
 
 
 def speeds(runs: Sequence[Run]) -> Iterator[Line]:
-    """The fastest drafter and vegas, greedy and at T=0.8."""
+    """The fastest drafter and vegas, greedy and at T=0.8, at the fastest gamma."""
     for run in runs:
-        every = pairs(run.result)
+        every = fastest_pairs(run.result)
         shown_first = headlines(every)
         for pair in every:
             plain = pair.cells[0].plain
@@ -59,7 +68,8 @@ def speeds(runs: Sequence[Run]) -> Iterator[Line]:
             rate = steady_rate(plain)
             floor = "" if rate is None else f" ({rate / floor_rate(plain):.2f})"
             line = labels(run.card, pair.case) | {
-                "plain tok/s": f"{tokens_per_second(plain)}{floor}"
+                "gamma": str(pair.case["gamma"]),
+                "plain tok/s": f"{tokens_per_second(plain)}{floor}",
             }
             for cell, word in ((pair.greedy, ""), (pair.sampled, ", T=0.8")):
                 line |= {f"{heading}{word}": x for heading, x in _speeds(cell).items()}
@@ -203,7 +213,7 @@ def limited(runs: Sequence[Run]) -> Iterator[Line]:
     """Where the time of greedy steps of plain decoding and of vegas goes, of the largest and the
     slowest cell of each model."""
     for run in runs:
-        for pair in headlines(pairs(run.result)):
+        for pair in headlines(fastest_pairs(run.result)):
             cell = pair.greedy
             vegas = None if cell is None else cell.shown.get(VEGAS)
             if cell is None or cell.plain is None or vegas is None:
@@ -212,6 +222,7 @@ def limited(runs: Sequence[Run]) -> Iterator[Line]:
             plain_time = None if plain_row is None else step_ms(plain_row)
             cost = "" if time is None or plain_time is None else f"{time / plain_time:.2f}"
             line = {
+                "gamma": str(cell.case["gamma"]),
                 "plain: bytes, kernels, gaps": _spent(cell.plain),
                 "vegas: bytes, kernels, gaps; longest part": _spent(vegas),
                 "tokens/step": per_step(vegas),

@@ -196,15 +196,34 @@ class Pair:
         speeds = [cell.speed(_shown(cell)) for cell in self.cells if cell.ranked]
         return min((speed for speed in speeds if speed is not None), default=None)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Those of vegas in the first cell, of the fastest drafter where it has no times."""
+        cell = self.cells[0]
+        return steady_rate(_shown(cell)) or 0.0 if cell.ranked else 0.0
+
 
 def pairs(result: dict[str, Any]) -> list[Pair]:
     """The cells that are greedy or at T=0.8, without exact mode, by the measured orders of
     backends, of the suite's gamma, and of the shortest answers of their model."""
+    return [pair for pair in _of_any_gamma(result) if pair.case["gamma"] == real.DEFAULT["gamma"]]
+
+
+def fastest_pairs(result: dict[str, Any]) -> list[Pair]:
+    """As `pairs`, but of the gamma of most `Pair.tokens_per_second`."""
+    by_size: dict[tuple[Any, ...], list[Pair]] = {}
+    for pair in _of_any_gamma(result):
+        size = tuple(pair.case[name] for name in ("model", "B", "S"))
+        by_size.setdefault(size, []).append(pair)
+    return [max(of_size, key=lambda pair: pair.tokens_per_second) for of_size in by_size.values()]
+
+
+def _of_any_gamma(result: dict[str, Any]) -> list[Pair]:
     usual = [
         cell
         for cell in cells(result)
         if cell.plain and not cell.exact and cell.case["sampling"] in USUAL_SAMPLING
-        if prefers_none(cell.rows[0]) and cell.case["gamma"] == real.DEFAULT["gamma"]
+        if prefers_none(cell.rows[0])
     ]
     shortest: dict[str, int] = {}
     for case in (cell.case for cell in usual):
