@@ -28,7 +28,7 @@ MAX_ROWS, MAX_INPUTS = 24, 2**20
 SMALL_ROWS, SMALL_INPUTS = 16, 1024  # at most, for transposed weights
 # At most, on Hopper, for weights of 16 bits that are not transposed; the inputs of over MAX_ROWS,
 # and of an exact matmul.
-TILE_ROWS, TILE_INPUTS = 1024, 2**15
+TILE_ROWS, TILE_INPUTS = 128, 2**15
 SQUARED = 64  # inputs of one sum of squares that the matmul ahead of a norm writes
 # The most rows, and rows times bytes of weights, for which tiles scale the rows for a norm
 # themselves; a kernel of its own does so for more.

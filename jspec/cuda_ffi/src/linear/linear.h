@@ -14,7 +14,7 @@ constexpr int kBlock = 32;  // inputs that share a scale in MXFP4
 constexpr int kSmallRows = 16, kSmallInputs = 1024;
 // The most rows of weights of 16 bits that are not transposed, those of an exact matmul, and the
 // most inputs of either and of more than kMostRows.
-constexpr int kTileRows = 1024, kExactRows = 1 << 16, kTileInputs = 1 << 15;
+constexpr int kTileRows = 128, kExactRows = 1 << 16, kTileInputs = 1 << 15;
 // Up to so many bytes of weights, tiles were measured to be faster for few rows too.
 constexpr int64_t kTileBytes = 24 << 20;
 

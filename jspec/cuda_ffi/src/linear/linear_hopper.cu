@@ -598,7 +598,7 @@ template <class Block>
 Plan plan_of(const Linear& linear, bool splits, const Times& times) {
   constexpr float kSharing = 1.42f;
   // Nanoseconds that a block costs the next matmul, which ends late if not all its blocks find room.
-  const float crowding = linear.next.scale ? 23 : 0;
+  const float crowding = linear.next.scale ? 17.5f : 0;
   const int processors = multiprocessors(), resident = resident_blocks<Block>();
   const int steps = ceil_div(linear.inputs, kStep);
   const int tiles = ceil_div(linear.outputs, Block::kOutputs) * ceil_div(linear.rows, Block::kRows);
