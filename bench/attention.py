@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +22,8 @@ from bench.paged import IN_BLOCKS
 from bench.program import reference
 from bench.rivals import attention as rivals
 from bench.suite import OperationBenchmark, Setup, suite_of
+from jspec.ops.append import QKRope
+from jspec.ops.attention.appended import APPEND_ATTEND
 from jspec.ops.attention.dense import ATTENTION
 from jspec.ops.attention.gathered import GATHERED
 from jspec.ops.attention.scored import SCORED
@@ -123,6 +126,38 @@ def gathered_setup(case: Case) -> Setup:
     )
 
 
+def appended_setup(case: Case) -> Setup:
+    """Attention of a new token over n selected slots and its own, into which it is written."""
+    case = case | {"T": 1, "cache": "bfloat16"}
+    data, (_, kv_heads) = selected_inputs(case), heads(case)
+    size, group = case["H"], heads(case)[0] // kv_heads
+    keys = jax.random.split(jax.random.key(workload.SEED))
+    shape = (case["B"], 1, kv_heads, (group + 2) * size)
+    joined = jax.random.normal(keys[0], shape, jnp.bfloat16)
+    q, k, v = jnp.split(joined, [group * size, (group + 1) * size], axis=-1)
+    q = q.reshape(case["B"], 1, -1, size)
+    angles = jax.random.normal(keys[1], (case["B"], 1, 1, size // 2))
+    qk_rope = QKRope(jnp.cos(angles), jnp.sin(angles), joined=joined)
+    arguments = q, k, v, qk_rope, *data.arguments[1:]
+    static = {"scale": size**-0.5, "softcap": None}
+
+    turned, key = qk_rope(q, k)
+    rows, slots = np.arange(case["B"])[:, None], data.positions
+    columns = (x.at[rows, slots].set(new) for x, new in ((data.k, key), (data.v, v)))
+    unused = dict.fromkeys(("counts", "log_weights", "value_size"))
+    attended = (turned, *columns, *data.arguments[3:])
+    check = Check(*reference(GATHERED, attended, **static, **unused))
+    expected = [np.asarray(x, np.float32) for x in (key, v)]
+
+    def is_right(outputs: Any) -> bool:
+        written = (np.asarray(x[rows, slots], np.float32) for x in outputs[2:])
+        pairs = zip(written, expected, strict=True)
+        return check.both(outputs) and all(np.allclose(x, y, rtol=TOLERANCE) for x, y in pairs)
+
+    read = bytes_of(case["B"] * (case["n"] + 1), case)
+    return Setup(arguments, is_right, read + data.selected.nbytes + joined.nbytes, static)
+
+
 def _of_16_bits(case: Case) -> bool:
     """Whether rivals take the cache, whose dtype must be that of the queries."""
     return case.get("cache", "bfloat16") == "bfloat16"
@@ -183,6 +218,11 @@ def checked(case: Case) -> Case:
     page = PAGES.get(case.get("indices", ""), 1)
     if case.get("n", 0) % page:
         raise ValueError(f"n={case['n']} must be a multiple of {page} for {case['indices']}")
+    return case
+
+
+def _of_one_token(case: Case) -> Case:
+    checked(case | {"T": 1})
     return case
 
 
@@ -273,6 +313,21 @@ SUITE = suite_of(
         ],
         quick=["", "T=10", "S=32K,n=512,heads=32/32,indices=per-head"],
         cpu=["B=1,S=8K,n=512", "B=1,S=8K,n=512,heads=32/32,indices=per-head"],
+    ),
+    OperationBenchmark(
+        operation=APPEND_ATTEND,
+        setup=appended_setup,
+        default={"B": 64, "S": 30720, "heads": "14/2", "H": 64, "n": 2048, "indices": "shared"},
+        choices=CHOICES,
+        complete=_of_one_token,
+        gpu=[
+            *product(B=(1, 16, 64)),
+            *product(B=(12, 96), S=("7K",), heads=("9/3",), n=(512,)),
+            *product(B=(64,), S=("8K",), heads=("16/8",), H=(128,), n=(576,)),
+            *product(B=(4,), S=("120K",), heads=("32/8",), H=(128,), n=("8K",)),
+        ],
+        quick=["B=16"],
+        cpu=product(B=(1,), S=("2K",), n=(144,)),
     ),
     _scored(SCORED, scored_setup),
     _scored(WEIGHTS, weights_setup),

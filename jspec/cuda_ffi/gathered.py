@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jspec import tuned
 from jspec.cuda_ffi import library
-from jspec.dispatch import Backend
+from jspec.dispatch import Backend, named_backend
+from jspec.ops.append import QKRope
+from jspec.ops.attention.appended import PARTS
 from jspec.ops.attention.dense import IN_BLOCKS
 from jspec.ops.attention.gathered import gathered_sizes
+from jspec.ops.norm import CENTERED, RMS
 from jspec.typing import Array
 
 # As in src/gathered/gathered.h.
@@ -65,6 +70,30 @@ def _attend(
 ) -> tuple[Array, Array]:
     """Call the kernel. ``selected``: None is every slot, in order."""
     listed = jax.ShapeDtypeStruct(k.shape[:2], jnp.int32) if selected is None else selected
+    results, cut = _results_and_cut(q, k, v, positions, listed, tail)
+    out, lse, *_ = library.call(
+        "gathered_attention",
+        results,
+        *(q, k, v, positions),
+        jnp.zeros((len(q), 0), jnp.int32) if selected is None else selected,
+        *(tail, context_len, *(() if counts is None else (counts,))),
+        vmap_method="sequential",
+        scale=np.float32(scale),
+        all_slots=np.bool_(selected is None),
+        **cut,
+    )
+    return out, lse
+
+
+def _results_and_cut(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Array,
+    listed: Array | jax.ShapeDtypeStruct,
+    tail: Array,
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
+    """The results of a kernel that reads the slots ``listed``, and how its work is cut."""
     blocks = tuned.block("gathered_attention", "cuda", gathered_sizes(q, k, v, positions, listed))
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -77,20 +106,88 @@ def _attend(
     lead = (batch, kv_heads, parts, rows)
     shapes = (q.shape[:3], (*lead, size), (*lead, 2))
     floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    out, lse, *_ = library.call(
-        "gathered_attention",
+    cut = {"parts": parts, "stages": blocks["stages"], "warps": blocks["warps"]}
+    return (
         (jax.ShapeDtypeStruct(q.shape, q.dtype), *floats),
-        *(q, k, v, positions),
-        jnp.zeros((batch, 0), jnp.int32) if selected is None else selected,
-        *(tail, context_len, *(() if counts is None else (counts,))),
-        vmap_method="sequential",
-        scale=np.float32(scale),
-        parts=np.int32(parts),
-        stages=np.int32(blocks["stages"]),
-        warps=np.int32(blocks["warps"]),
-        all_slots=np.bool_(selected is None),
+        {name: np.int32(number) for name, number in cut.items()},
     )
-    return out, lse
+
+
+def append_attend_cuda(
+    q: Array,
+    k: Array,
+    v: Array,
+    qk_rope: QKRope,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    selected: Array,
+    tail: Array,
+    context_len: Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Array, Array, Array, Array]:
+    """The CUDA backend of `jspec.ops.rotate_append_attend`."""
+    del k, softcap  # in `joined`; None: `_refuses_append`
+    assert qk_rope.joined is not None  # `_refuses_append`
+    results, cut = _results_and_cut(q, keys, values, positions, selected, tail)
+    norms = qk_rope.q_norm, qk_rope.k_norm
+    q_eps, k_eps = (np.float32(0 if norm is None else norm.eps) for norm in norms)
+    none = jnp.zeros(0, q.dtype)
+    columns = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)]
+    out, lse, _, _, keys, values = library.call(
+        "rotate_append_attend",
+        (*results, *columns),
+        *(qk_rope.joined, keys, values, positions, selected, tail, context_len),
+        *(qk_rope.cosine, qk_rope.sine, *(none if x is None else x.scale for x in norms)),
+        vmap_method="sequential",
+        aliases={1: 4, 2: 5},
+        scale=np.float32(scale),
+        normed=np.bool_(norms[0] is not None),
+        q_eps=q_eps,
+        k_eps=k_eps,
+        **cut,
+    )
+    return out, lse, keys, values
+
+
+def _refuses_append(
+    q: Array,
+    k: Array,
+    v: Array,
+    qk_rope: QKRope,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    selected: Array,
+    tail: Array,
+    context_len: Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> str | None:
+    """Why `append_attend_cuda` cannot take these arguments, or None."""
+    del k, v, positions, context_len
+    for part in PARTS:
+        if named_backend(part):
+            return f"a backend is named for {part}, which it takes the place of"
+    norms: list[RMS] = [x for x in (qk_rope.q_norm, qk_rope.k_norm) if x is not None]
+    if qk_rope.joined is None:
+        return "queries, keys and values are not slices of one array"
+    if len(norms) == 1:
+        return "of queries and keys only one has a norm"
+    if any(norm.centered for norm in norms):
+        return CENTERED
+    if any(x.dtype != jnp.bfloat16 for x in (qk_rope.joined, *(norm.scale for norm in norms))):
+        return "projections and norms are not all bfloat16"
+    group = q.shape[2] // keys.shape[2]
+    if group > FEW_ROWS:
+        return f"it takes up to {FEW_ROWS} query heads a KV head, and there are {group}"
+    settings = {"log_weights": None, "scale": scale, "softcap": softcap}
+    if reason := refuses(q, keys, values, selected.shape[-1], tail.shape[1], **settings):
+        return reason
+    return library.refusal("gathered")
 
 
 def parts_of(listed: int, chunk: int) -> int:
@@ -192,6 +289,7 @@ def _refuses_all_slots(
 
 
 GATHERED = Backend("cuda", gathered_cuda, _supports)
+APPEND_ATTEND = Backend("cuda", append_attend_cuda, _refuses_append)
 # Of `jspec.ops.attention`, for short contexts: its own kernels take longer to start than to read
 # these.
 ALL_SLOTS = Backend("gathered", _all_slots, _refuses_all_slots)

@@ -40,7 +40,7 @@ TARGETS = {
     "hashed": ("hash_select", "hash_append_select", "hash_attention"),
     "codes": ("hamming_scores", "hash_encode"),
     "attention": ("attention", "scored_attention"),
-    "gathered": ("gathered_attention",),
+    "gathered": ("gathered_attention", "rotate_append_attend"),
     "host": ("fetch_rows", "fetch_ahead", "store_rows"),
     "exchange": ("exchange", "all_to_all_merge", "all_reduce"),
 }

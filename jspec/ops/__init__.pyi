@@ -1,5 +1,6 @@
 """Public operations, each loaded on first use."""
 
+from .attention.appended import rotate_append_attend as rotate_append_attend
 from .attention.dense import attention as attention
 from .attention.gathered import gathered_attention as gathered_attention
 from .attention.hashed import hash_attention as hash_attention

@@ -13,6 +13,7 @@ _HOMES = (
     "jspec.ops.attention.tree:TREE_ATTENTION",
     "jspec.ops.attention.weights:WEIGHTS",
     "jspec.ops.attention.gathered:GATHERED",
+    "jspec.ops.attention.appended:APPEND_ATTEND",
     "jspec.ops.append:APPEND",
     "jspec.ops.append:APPEND_ENCODE",
     "jspec.ops.host_rows:FETCH_ROWS",

@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.cache import Cache
+from jspec.cache import Cache, LinearLayout
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
+from jspec.dispatch import named_backend
+from jspec.ops.attention.appended import PARTS, rotate_append_attend
 from jspec.ops.selection import select
 from jspec.policies.budgeted import Budgeted, whole_pages
 from jspec.policies.dense import Dense
 from jspec.policies.hata import Hata
-from jspec.policies.policy import Encoder, Policy
+from jspec.policies.policy import Encoder, Policy, TokenAttention
 from jspec.policies.scores import best_positions, highest, in_order, max_with_previous, softmax
-from jspec.policies.selection import Selection
+from jspec.policies.selection import NewTokens, Selection
 from jspec.sharding import varying_axes, varying_over
 from jspec.typing import Array
 
@@ -175,6 +177,36 @@ class Guided(Budgeted):
             read = self._select_by_hashes(policy_params, layer, cache, q, context_len)
         slots = None if policy_params.slots is None else policy_params.slots[leader]
         return Selection(read, slots=slots, num_layers=self.every)
+
+    def attend_token(
+        self,
+        policy_params: Guidance,
+        layer: int,
+        cache: Cache,
+        token: NewTokens,
+        context_len: Array,
+        num_uncommitted: int,
+    ) -> TokenAttention | None:
+        leader = self.leaders(cache.specs)[layer]
+        q, k, v, qk_rope, positions = token
+        is_linear = isinstance(cache.layouts[layer], LinearLayout)
+        if leader is None or not is_linear or v is None or qk_rope is None or self.refresh:
+            return None
+        if qk_rope.joined is None or any(map(named_backend, PARTS)):
+            return None
+        selection = self.select(policy_params, layer, cache, None, context_len)
+        spec, columns = cache.specs[layer], cache.columns[layer]
+        assert selection.positions is not None
+        # Slots of a linear layout are positions.
+        tail = context_len[:, None] + jnp.arange(num_uncommitted, dtype=jnp.int32)[None]
+        out, lse, keys, values = rotate_append_attend(
+            *(q, k, v, qk_rope, columns["keys"], columns["values"]),
+            *(positions, selection.positions, tail, context_len),
+            scale=spec.scale,
+            softcap=spec.softcap,
+        )
+        cache = cache.replaced(layer, keys=keys, values=values)
+        return TokenAttention(out, lse, selection, cache)
 
     @jax.named_scope("selection")
     def _select_by_hashes(

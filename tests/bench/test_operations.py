@@ -33,6 +33,7 @@ CASES = {
     "verify_and_pack": "B=2,gamma=8,alpha=0.6,D=16",
     "attention": f"{CACHE},lengths=ragged",
     "gathered_attention": f"{CACHE},n=20,indices=per-head",
+    "rotate_append_attend": "B=2,S=96,heads=4/2,H=16,n=20",
     "scored_attention": CACHE,
     "mean_weights": CACHE,
     "select": "rows=3,n=200,k=9,scores=bfloat16",

@@ -12,9 +12,12 @@ import pytest
 from jspec import tuned
 from jspec.cuda_ffi import library
 from jspec.cuda_ffi.gathered import ALL_SLOTS, GATHERED, parts_of
+from jspec.ops.attention.appended import APPEND_ATTEND
 from jspec.ops.attention.gathered import gathered_attention
 from tests.cuda_ffi.emulated import emulated
+from tests.ops.attention import test_appended
 from tests.ops.attention.test_gathered import Case, brute_force, inputs
+from tests.ops.backends import every_case
 
 HALF = {"size": 64, "dtype": "bfloat16"}
 WHOLE = {"size": 128, "dtype": "bfloat16"}
@@ -69,6 +72,16 @@ def test_equals_the_definition(case, kernel):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
     assert not np.asarray(out, np.float64)[np.isneginf(expected_lse)].any()
+
+
+@every_case(APPEND_ATTEND, lambda case: case.name != "float32")
+@pytest.mark.parametrize("chunk", [4096, 16])
+def test_a_token_is_appended_and_attends(case, chunk, kernel):
+    """By one block for a head, and by a cluster whose blocks read a tile or two."""
+    with tuned.use_blocks(SameBlocks(chunk, 2, 2)):
+        test_appended.check(
+            test_appended.run(test_appended.named_arguments(case, junk=np.nan), case, "cuda"), case
+        )
 
 
 @by_name([CASES[1], CASES[3]])

@@ -241,6 +241,24 @@ CALLS = {
         | {"warps": np.int32(4), "all_slots": np.bool_(False)},
         None,
     ),
+    "rotate_append_attend": (
+        [
+            ((B, 1, 2, 4 * 64), jnp.bfloat16),
+            *HALVES[1:],
+            *[((B, 1), jnp.int32), SELECTED, TAIL, LENGTHS],
+            *[((B, 1, 1, 32), jnp.float32)] * 2,
+            *[((64,), jnp.bfloat16)] * 2,
+        ],
+        [
+            *[((B, 1, 4, 64), jnp.bfloat16), ((B, 1, 4), jnp.float32)],
+            *[((B, 2, 3, 2, n), jnp.float32) for n in (64, 2)],
+            *HALVES[1:],
+        ],
+        {"scale": np.float32(0.1), "parts": np.int32(3), "stages": np.int32(2)}
+        | {"warps": np.int32(4), "normed": np.bool_(True)}
+        | {name: np.float32(1e-6) for name in ("q_eps", "k_eps")},
+        {1: 4, 2: 5},
+    ),
     "hash_select": (
         HASH,
         [SLOTS, ((B, HASH_WORDS), jnp.uint32)],

@@ -68,7 +68,7 @@ def gathered_attention(
         ValueError: for shapes or dtypes that do not fit together.
     """
     check_heads(q, k, v, value_size, rows=1 if len(k) == 1 else None)
-    _check(q, k, positions, selected, tail, context_len, counts, log_weights)
+    check_gathered(q, k, positions, selected, tail, context_len, counts, log_weights)
     return GATHERED(
         q,
         k,
@@ -92,7 +92,17 @@ def filled(selected: Array) -> Array:
     return jnp.where(selected >= 0, index, 0).max(axis=-1)
 
 
-def _check(q, k, positions, selected, tail, context_len, counts, log_weights) -> None:
+def check_gathered(
+    q: Array,
+    k: Array,
+    positions: Array,
+    selected: Array,
+    tail: Array,
+    context_len: Array,
+    counts: Array | None = None,
+    log_weights: Array | None = None,
+) -> None:
+    """Raise `ValueError` where shapes or dtypes are not those of `gathered_attention`."""
     batch, tokens, kv_heads = *q.shape[:2], k.shape[2]
     if positions.shape != (batch, tokens) or context_len.shape != (batch,):
         raise ValueError(

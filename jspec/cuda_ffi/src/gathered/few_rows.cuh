@@ -4,15 +4,18 @@
 // merges their sums. From Hopper on, the blocks of a head's parts are a cluster and merge theirs
 // too. Keys are the rows of the matmuls and queries the columns, of which there are 8, so that
 // heads of few rows compute little for nothing.
+//
+// The token of a row may be appended first. Every warp norms and rotates the queries, and the one
+// whose tile has the token's slot its key: it writes key and value into the cache and, as it copies
+// that tile before they are there, into its tile as well.
 #pragma once
 
 #include "common/ptx_hopper.cuh"
-#include "gathered/part.cuh"
+#include "gathered/new_token.cuh"
 
 namespace jspec {
 namespace {
 
-constexpr int kFewRows = 8;         // query rows of a head, at most
 constexpr int kMaxClusterParts = 8;  // blocks of a cluster that every device has
 constexpr int kBarrierBytes = 16;   // a barrier, before what the other blocks of a cluster send
 
@@ -44,7 +47,8 @@ __device__ __forceinline__ int token_of(const Gathered& g, int row) {
 
 // kWarps: of a block, at most. Three blocks of 8 warps fit into the registers of a multiprocessor.
 // kInCluster: the parts of a head are the blocks of a cluster, which merge their results.
-template <int kChannels, int kWarps, bool kInCluster>
+// kAppends: the token of a row is not in the cache yet.
+template <int kChannels, int kWarps, bool kInCluster, bool kAppends>
 __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 3 : 1)
     few_rows_parts(const __grid_constant__ Gathered g, int max_listed) {
   constexpr int kSteps = kChannels / 16, kRow = kSumsRow<kChannels>;
@@ -86,10 +90,15 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
       last[j] = row < rows ? __ldg(g.positions + first_token + token_of(g, row)) : -1;
     }
   };
+  NewToken<kChannels> token;
   if (list.has_tail()) {
     load_positions();
     context_len = g.context_len[batch_row];
-    list.drop_after(__reduce_max_sync(kAllLanes, max(last[0], last[1])), context_len);
+    const int newest = __reduce_max_sync(kAllLanes, max(last[0], last[1]));
+    list.drop_after(newest, context_len);
+    if constexpr (kAppends) {
+      token.find(g, batch_row, newest - context_len, list.first, list.parts);
+    }
   }
   __syncwarp();  // the list is complete
   list.begin_copies();
@@ -103,11 +112,18 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
   };
   uint32_t q[kSteps][2] = {};
   if (eighth < rows) {
-    const uint16_t* source = g.q + query_at(eighth) * kChannels + 2 * quarter;
+    const uint16_t* source =
+        (kAppends ? projection_of<kChannels>(g, batch_row, head) + eighth * kChannels
+                  : g.q + query_at(eighth) * kChannels) +
+        2 * quarter;
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
       q[i / 2][i % 2] = __ldg(reinterpret_cast<const uint32_t*>(source + 8 * i));
     }
+  }
+  if constexpr (kAppends) {
+    rotate_queries<kChannels>(q, g, batch_row, quarter);
+    token.append(g, batch_row, head, lane);
   }
 
   // Of scores, element 2 i + j is that of key eighth + 8 i and row 2 quarter + j; of sums, that of
@@ -125,7 +141,8 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
     await_copies(g.stages - 2);
     __syncwarp();  // this tile is there, and all lanes have read the one before it
     list.copy_next();
-    const char* keys = list.read_next();
+    char* const keys = list.read_next();
+    if constexpr (kAppends) token.put_into(keys, tile, lane);
     const char* values = keys + kTileBytes<kChannels> / 2;
 
     // Two chains of matmuls, as each waits for the one before it.
@@ -256,7 +273,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == 8 && kChannels == 64 ? 
   }
 }
 
-template <int kChannels, bool kInCluster>
+template <int kChannels, bool kInCluster, bool kAppends>
 const char* launch_few_rows_merging(Gathered g, Stream stream) {
   static_assert(kMaxWarps == 16);
   static_assert(kFewRows * kSumsRow<kChannels> * 4 <= kMinStages * kTileBytes<kChannels>);
@@ -268,12 +285,12 @@ const char* launch_few_rows_merging(Gathered g, Stream stream) {
       ((shared_limit() - inbox_bytes) / g.warps - 4 * max_listed) / kTileBytes<kChannels>;
   if (room < kMinStages && g.warps > 1) {
     g.warps /= 2;
-    return launch_few_rows_merging<kChannels, kInCluster>(g, stream);
+    return launch_few_rows_merging<kChannels, kInCluster, kAppends>(g, stream);
   }
   g.stages = std::max(kMinStages, std::min(g.stages, room));
   const int bytes = g.warps * (g.stages * kTileBytes<kChannels> + 4 * max_listed) + inbox_bytes;
-  const auto kernel = g.warps > 8 ? few_rows_parts<kChannels, 16, kInCluster>
-                                  : few_rows_parts<kChannels, 8, kInCluster>;
+  const auto kernel = g.warps > 8 ? few_rows_parts<kChannels, 16, kInCluster, kAppends>
+                                  : few_rows_parts<kChannels, 8, kInCluster, kAppends>;
   const dim3 blocks(g.parts, g.kv_heads, g.batch);
   return launch_with_rings(kernel, kInCluster ? g.parts : 1, blocks, g.warps * 32, bytes, stream,
                            g, max_listed);
@@ -282,8 +299,12 @@ const char* launch_few_rows_merging(Gathered g, Stream stream) {
 template <int kChannels>
 const char* launch_few_rows(const Gathered& g, Stream stream) {
   const bool in_cluster = g.parts > 1 && merges_parts(g);
-  return (in_cluster ? launch_few_rows_merging<kChannels, true>
-                     : launch_few_rows_merging<kChannels, false>)(g, stream);
+  if (g.appended.joined) {
+    return (in_cluster ? launch_few_rows_merging<kChannels, true, true>
+                       : launch_few_rows_merging<kChannels, false, true>)(g, stream);
+  }
+  return (in_cluster ? launch_few_rows_merging<kChannels, true, false>
+                     : launch_few_rows_merging<kChannels, false, false>)(g, stream);
 }
 
 }  // namespace

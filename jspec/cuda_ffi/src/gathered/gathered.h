@@ -10,9 +10,24 @@ namespace jspec {
 constexpr int kMaxListed = 131072;  // slots of a list, with those of the tail
 constexpr int kMinStages = 2, kMaxStages = 8;
 constexpr int kMaxWarps = 16, kMaxBatch = 65535;
+constexpr int kFewRows = 8;  // query rows of a head, up to which a block has a part of its list
+
+// The projections of a token of each row, which is appended to the cache before it attends, into the
+// slot of the tail at its position; null: tokens are in the cache, and queries are rotated.
+struct Appended {
+  const uint16_t* joined;  // [batch, kv_heads, group + 2, channels]: queries, key and value
+  const float* cosine;     // [batch, channels / 2]
+  const float* sine;       // as cosine
+  const uint16_t* q_scale;  // [channels] of the norm of queries, null for none
+  const uint16_t* k_scale;  // the same of keys
+  uint16_t* keys;          // those of the cache, to be written
+  uint16_t* values;        // as keys
+  float q_eps;
+  float k_eps;
+};
 
 struct Gathered {
-  const uint16_t* q;           // [batch, tokens, kv_heads, group, channels]
+  const uint16_t* q;           // [batch, tokens, kv_heads, group, channels], null if appended
   const uint16_t* k;           // [batch, slots, kv_heads, channels]
   const uint16_t* v;           // as k
   const int32_t* positions;    // [batch, tokens], -1 for padding
@@ -38,6 +53,7 @@ struct Gathered {
   int32_t warps;   // of a block, a power of 2, fewer where there is no room for so many; 4 or 8
                    // for heads of more than 8 query rows
   float scale;
+  Appended appended{};  // one token a row, of heads of up to kFewRows query rows
 };
 
 // Returns the error's message, or null.

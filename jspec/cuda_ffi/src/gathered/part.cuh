@@ -146,8 +146,8 @@ struct Part {
   }
 
   // The tile that is read next: its keys, then its values.
-  __device__ __forceinline__ const char* read_next() {
-    const char* tile = ring + place * kTileBytes<kChannels>;
+  __device__ __forceinline__ char* read_next() {
+    char* const tile = ring + place * kTileBytes<kChannels>;
     place = place + 1 == g.stages ? 0 : place + 1;
     return tile;
   }
