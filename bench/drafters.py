@@ -17,11 +17,11 @@ PLAIN = "none"
 def drafts(ratio: float = RATIO) -> dict[str, str]:
     """The text of every drafter, as `jspec.named_draft` takes it, by its name.
 
-    The paper's Vegas, ``vegas-first``, scores the first and the bonus token, ``vegas`` all verified
-    ones.
+    The paper's Vegas, ``vegas-first``, scores the first and the bonus token. ``vegas`` scores all
+    verified ones, and a position counts as much as the best of the two before it.
     """
     guided, scored = f"budget={ratio},least=0", f"budget={ratio},dense_layers=0"
-    vegas = f"vegas:{guided},collect=all"
+    vegas = f"vegas:{guided},collect=all,ahead=2"
     return {
         PLAIN: PLAIN,
         "ngram": "ngram",
@@ -49,7 +49,7 @@ BY_A_MODEL = {"model": "model", "model>vegas": f"model > {ALL['vegas']}"}
 # Drafters by trained hashes, and the lossy policy, which the suite `real` takes by ``--hashes``.
 BY_HASHES = {
     "hata": f"hata:budget={RATIO},dense_layers=0",
-    "vegas-refresh": f"{ALL['vegas']},refresh=2,ahead=1,per_head=true",
+    "vegas-refresh": f"vegas:budget={RATIO},least=0,collect=all,refresh=2,ahead=1,per_head=true",
 }
 LOSSY = {"hata-lossy": f"hata:budget={RATIO}"}
 TREES = {"ngram-tree": "ngram-1"}  # drafters whose drafts are trees, and the same as chains
