@@ -64,14 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns 0 if decoding works here, 1 otherwise."""
     chosen = operations() if arguments.only is None else (_named_operation(arguments.only),)
     keep_programs()
-    shows = None if arguments.json else console()
+    shows = None if arguments.json else console(stderr=False)
     if shows is not None:
-        shows.print(PATIENCE)
+        console().print(PATIENCE)
     findings = []
     checks = _checks_of(chosen)
     if arguments.only is None:
         checks = itertools.chain(_checks(), checks)
-    for finding in _look(checks, shows):
+    for finding in _look(checks):
         findings.append(finding)
         if shows is not None:
             _show(shows, finding)
@@ -120,25 +120,25 @@ def _label(operation: Operation, name: str) -> str:
     return f"{operation.name}, {name} (C++)" if built else f"{operation.name}, {name}"
 
 
-def _look(checks: Iterator[Check], shows: Console | None) -> Iterator[Finding]:
-    """Run the checks one by one; a terminal shows the name of the current one.
+def _look(checks: Iterator[Check]) -> Iterator[Finding]:
+    """Run the checks one by one; a terminal at stderr shows the name of the current one.
 
-    ``shows``: the console of the findings, since a line on another one would not move the progress
-    line out of its way.
+    It is erased before a finding is yielded, which is shown on stdout.
     """
     columns = (TextColumn("probing {task.description}...", markup=False), TimeElapsedColumn())
-    quiet = shows is None or not shows.is_terminal
-    with Progress(*columns, console=shows, transient=True, disable=quiet) as progress:
-        task = progress.add_task("", visible=False)
-        for what, check in checks:
-            progress.reset(task, description=one_line(what), visible=True)
+    for what, check in checks:
+        shows = console()
+        quiet = not shows.is_terminal
+        with Progress(*columns, console=shows, transient=True, disable=quiet) as progress:
+            progress.add_task(one_line(what))
             begin = time.perf_counter()
             try:
                 finding = check()
             except Exception as error:  # whatever it is, the other checks go on
                 said = one_line(f"{type(error).__name__}: {error}")
                 finding = Finding(what, False, f"{said:.300}", "report it, with all that is above")
-            yield dataclasses.replace(finding, seconds=time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+        yield dataclasses.replace(finding, seconds=seconds)
 
 
 def _show(shows: Console, finding: Finding) -> None:

@@ -40,10 +40,10 @@ class PlainConsole(Console):
         raise BrokenPipeError
 
 
-def console() -> Console:
-    """Tables and progress go to stderr, so that stdout carries nothing but text or JSON."""
-    width = min(100, Console(stderr=True).width)
-    return PlainConsole(stderr=True, width=width, highlight=False)
+def console(*, stderr: bool = True) -> Console:
+    """Progress and tables beside a result go to stderr; a table that is the result, to stdout."""
+    width = min(100, Console(stderr=stderr).width)
+    return PlainConsole(stderr=stderr, width=width, highlight=False)
 
 
 def counted(number: int, thing: str) -> str:

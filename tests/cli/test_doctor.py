@@ -26,7 +26,9 @@ from jspec.ops.packing import PACK, pack_xla
 def test_doctor_finds_what_decoding_needs(capsys, monkeypatch):
     monkeypatch.setattr("jspec.cli.doctor.operations", lambda: (ATTENTION,))
     assert main(["doctor"]) == 0
-    assert "attention, xla_blocked" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "attention, xla_blocked" in captured.out
+    assert captured.err == f"{doctor.PATIENCE}\n"
 
 
 def test_doctor_looks_at_one_operation_alone(capsys):
@@ -204,7 +206,7 @@ def test_each_finding_is_shown_when_its_check_ends(capsys, monkeypatch):
 
     def check(name: str, works: bool, advice: str = ""):
         def look():
-            recorded.append(capsys.readouterr().err)
+            recorded.append(capsys.readouterr())
             if name == "third":
                 raise ImportError("no such\nmodule")
             return doctor.Finding(name, works, "seen [so]", advice)
@@ -216,14 +218,16 @@ def test_each_finding_is_shown_when_its_check_ends(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_checks", lambda: iter([*checks, check("bundled model", True)]))
     monkeypatch.setattr(doctor, "operations", lambda: ())
     assert main(["doctor"]) == 0
-    rest = capsys.readouterr().err
-    assert recorded[0] == f"{doctor.PATIENCE}\n"
-    assert recorded[1].split() == ["ok", "first", "seen", "[so]"]
+    rest = capsys.readouterr().out
+    assert "".join(captured.err for captured in recorded) == f"{doctor.PATIENCE}\n"
+    shown = [captured.out for captured in recorded]
+    assert shown[0] == ""
+    assert shown[1].split() == ["ok", "first", "seen", "[so]"]
     # What is to be done stands on a line of its own, however long, and can be copied.
-    first, second = recorded[2].splitlines()
+    first, second = shown[2].splitlines()
     assert first.split() == ["--", "second", "seen", "[so]"]
     assert second == f"    to do: {command}"
-    assert recorded[3].split()[:5] == ["--", "third", "ImportError:", "no", "such\\nmodule"]
+    assert shown[3].split()[:5] == ["--", "third", "ImportError:", "no", "such\\nmodule"]
     assert rest.split()[:3] == ["ok", "bundled", "model"]
     assert "\njspec decodes here, on cpu: 0 of 0 backends run" in rest
 
@@ -232,7 +236,7 @@ def test_the_verdict_names_what_decoding_needs_and_has_not(capsys, monkeypatch, 
     monkeypatch.setattr(doctor, "operations", lambda: ())
     monkeypatch.setattr(doctor, "bundled_path", lambda: tmp_path)
     assert main(["doctor"]) == 1
-    shown = capsys.readouterr().err
+    shown = capsys.readouterr().out
     assert f"{tmp_path}/model.safetensors" in "".join(shown.split())
     assert "    to do: in a checkout: pip install --force-reinstall --no-deps ." in shown
     last = "jspec cannot decode here: bundled model must work. See what to do above."
@@ -241,17 +245,18 @@ def test_the_verdict_names_what_decoding_needs_and_has_not(capsys, monkeypatch, 
     assert json.loads(capsys.readouterr().out)["verdict"] == last
 
 
-def test_a_terminal_sees_what_is_looked_at(monkeypatch):
+def test_a_terminal_sees_what_is_looked_at(capsys, monkeypatch):
+    """On stderr, where it is erased before a finding is shown on stdout."""
     screen = io.StringIO()
     kind = {"TERM": "xterm"}
     made = Console(file=screen, force_terminal=True, width=80, highlight=False, _environ=kind)
+    monkeypatch.setattr(doctor, "console", lambda: made)
     finding = doctor.Finding("pack, xla", True, "right")
-    for result in doctor._look(iter([("pack, xla", lambda: finding)]), made):
+    for result in doctor._look(iter([("pack, xla", lambda: finding)])):
         assert result.seconds > 0
-        doctor._show(made, result)
-    before, _, _ = screen.getvalue().partition("ok")
-    assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", before)
-    assert before.endswith("\r\x1b[2K")  # the live line is erased
+        assert re.search(r"probing pack, xla\.\.\. \S*0:00:00", screen.getvalue())
+        assert screen.getvalue().endswith("\r\x1b[1A\x1b[2K")
+    assert capsys.readouterr().out == ""
 
 
 def test_on_a_gpu_doctor_says_how_many_copies_of_the_cache_there_are(monkeypatch):
