@@ -291,7 +291,12 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=_seed, default=0, metavar="N", help="of the first example; default 0")
     add("--batch", type=_integer, default=8, metavar="N", help="questions at once; default 8")
-    add("--metric", choices=METRICS, help="of FILE.jsonl; default: that of the benchmark")
+    add(
+        "--metric",
+        choices=METRICS,
+        metavar="NAME",
+        help=f"of FILE.jsonl: {', '.join(METRICS)}; default: that of the benchmark",
+    )
     add(
         "--max-new-tokens",
         type=_integer,
