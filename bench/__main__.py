@@ -202,7 +202,8 @@ def _check_writable(parser: argparse.ArgumentParser, option: str, paths: Sequenc
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     suites = ["list", *SUITES, *COMMANDS]
-    parser.add_argument("suite", choices=suites, help="`list` describes each of them")
+    describes = "`list` describes each of them"
+    parser.add_argument("suite", choices=suites, metavar="SUITE", help=describes)
     parser.add_argument(
         "files",
         nargs="*",

@@ -36,6 +36,11 @@ def test_list_names_every_suite(capsys):
     ]
 
 
+def test_help_fits_100_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert max(map(len, command._parser().format_help().splitlines())) <= 100
+
+
 def test_the_page_names_every_suite_and_operation():
     """docs/bench.md: a line for each suite, and one with the operations of each that has some."""
     page = (DOCS / "bench.md").read_text()
