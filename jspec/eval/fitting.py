@@ -46,7 +46,7 @@ def ruler_questions(
             raise ValueError(f"{task} needs --qa with the file of SQuAD (qa_1) or HotpotQA (qa_2)")
     shot_size = _shot_size(tokenizer) if "vt" in tasks else 0
 
-    def asked(task: str, number: int) -> Asked:
+    def maker(task: str, number: int) -> Callable[[int], Asked]:
         scope = ruler.Scope(length, number, shot_size, documents)
 
         def make(size: int) -> Asked:
@@ -54,9 +54,21 @@ def ruler_questions(
             room = question.max_new_tokens or 0
             return Asked(question, encoded(tokenizer, question, template), room)
 
-        return _longest(make, ruler.TASKS[task].least, length)
+        return make
 
-    return [asked(task, number) for task in tasks for number in range(seed, seed + examples)]
+    pairs = [(task, number) for task in tasks for number in range(seed, seed + examples)]
+    makers = [maker(task, number) for task, number in pairs]
+    leasts = [ruler.TASKS[task].least for task, _ in pairs]
+    shortest = [make(least) for make, least in zip(makers, leasts, strict=True)]
+    if shortest and _tokens(longest := max(shortest, key=_tokens)) > length:
+        message = _too_short(length, longest)
+        if tokenizer.byte_level:
+            message += "; ruler-bytes has tasks for byte-level tokenizers"
+        raise ValueError(message)
+    return [
+        _longest(make, least, first, length)
+        for make, least, first in zip(makers, leasts, shortest, strict=True)
+    ]
 
 
 def _shot_size(tokenizer: Tokenizer) -> int:
@@ -67,15 +79,13 @@ def _shot_size(tokenizer: Tokenizer) -> int:
     return size
 
 
-def _longest(make: Callable[[int], Asked], least: int, length: int) -> Asked:
+def _longest(make: Callable[[int], Asked], least: int, best: Asked, length: int) -> Asked:
     """The longest of what ``make(size)`` returns that has at most ``length`` tokens, or nearly.
 
-    Tokens grow about linearly with the size, so that a few interpolations find it.
+    ``best`` is ``make(least)``, which fits. Tokens grow about linearly with the size, so that a few
+    interpolations find it.
     """
-    best = make(least)
-    low, tokens = least, len(best.prompt) + best.room
-    if tokens > length:
-        raise _too_short(length, tokens)
+    low, tokens = least, _tokens(best)
     high, slope = None, tokens / least
     for _ in range(_TRIES):
         if length - tokens < length // _CLOSE or (high is not None and high - low <= 1):
@@ -84,7 +94,7 @@ def _longest(make: Callable[[int], Asked], least: int, length: int) -> Asked:
         if high is not None:
             size = min(size, high - 1)
         trial = make(size)
-        count = len(trial.prompt) + trial.room
+        count = _tokens(trial)
         # Where documents differ in length, a larger example may be shorter.
         slope = max((count - tokens) / (size - low), count / size / 4)
         if count <= length:
@@ -132,7 +142,7 @@ def shortest_needle(tokenizer: Tokenizer, depth: float, seed: int) -> int:
     """The fewest tokens that `needle_question` can take, with the answer."""
     prompt = ruler_bytes.needle(ruler_bytes.MIN_LENGTH, depth, seed)
     asked = _asked(tokenizer, _bytes_question("single_needle", prompt))
-    return len(asked.prompt) + asked.room
+    return _tokens(asked)
 
 
 def fitted(tokenizer: Tokenizer, length: int, make: Callable[[int], Question]) -> Asked:
@@ -152,20 +162,26 @@ def fitted(tokenizer: Tokenizer, length: int, make: Callable[[int], Question]) -
         if size <= ruler_bytes.MIN_LENGTH:
             break
         asked = _asked(tokenizer, make(size))
-        over = len(asked.prompt) + asked.room - length
+        over = _tokens(asked) - length
         if over <= 0:
             return asked
         size -= over * len(asked.question.prompt) // len(asked.prompt) + 1
     shortest = _asked(tokenizer, make(ruler_bytes.MIN_LENGTH))
-    least = len(shortest.prompt) + shortest.room
-    if least > length:
-        raise _too_short(length, least)
+    if _tokens(shortest) > length:
+        raise ValueError(_too_short(length, shortest))
     return shortest
 
 
-def _too_short(length: int, least: int) -> ValueError:
-    return ValueError(
-        f"length={length} tokens are too few for a question; the shortest takes {least}"
+def _tokens(asked: Asked) -> int:
+    """Tokens of a prompt with its answer."""
+    return len(asked.prompt) + asked.room
+
+
+def _too_short(length: int, shortest: Asked) -> str:
+    return (
+        f"length={length} tokens are too few for {shortest.question.task}, of which a question "
+        f"takes {_tokens(shortest)} at least; raise the length (--length) or choose other tasks "
+        "(--only)"
     )
 
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from jspec.cli import eval as command
 from jspec.decode.draft import NoDraft, SelfDraft
 from jspec.decode.stats import Stats
 from jspec.eval import evaluate as module
-from jspec.eval import heatmap
+from jspec.eval import heatmap, ruler
 from jspec.eval.evaluate import GAMMA, Run, budget_of, evaluate, evaluate_all, with_budget
 from jspec.eval.fitting import fitted, needle_question, ruler_bytes_questions, ruler_questions
 from jspec.eval.questions import Asked, Question, tokenized_questions
@@ -51,6 +52,19 @@ def test_questions_fill_their_length_with_room_for_the_answer(kind, tokenizer, m
         assert len(answer) < one.room
         assert 2700 < len(one.prompt) + one.room <= 3000
         assert solve(one.question.prompt) == list(one.question.answers)
+
+
+def test_a_length_that_is_too_short_for_a_task_names_one_that_is_enough(tokenizer):
+    """With the bundled tokenizer RULER's lists of words do not fit the default length."""
+    tasks = [task for task in ruler.TASKS if task not in ruler.QA]
+    with pytest.raises(ValueError, match="length=4096 tokens are too few for cwe") as refused:
+        ruler_questions(tokenizer, tasks, 4096, 2)
+    message = str(refused.value)
+    assert "raise the length (--length) or choose other tasks (--only)" in message
+    assert message.endswith("; ruler-bytes has tasks for byte-level tokenizers")
+    (least,) = map(int, re.findall(r"takes (\d+) at least", message))
+    asked = ruler_questions(tokenizer, tasks, least, 2)
+    assert max(len(x.prompt) + x.room for x in asked) == least
 
 
 def test_a_length_without_room_is_refused(tokenizer):
@@ -182,9 +196,9 @@ def test_a_policy_says_what_it_reads():
 
 def test_the_shortest_question_is_asked_where_it_just_fits(tokenizer):
     """At any length that it fits into, however long others were."""
-    with pytest.raises(ValueError, match="the shortest takes") as refused:
+    with pytest.raises(ValueError, match="too few for single_needle") as refused:
         needle_question(tokenizer, 100, 0.5, 0)
-    least = int(str(refused.value).rpartition(" ")[2])
+    (least,) = map(int, re.findall(r"takes (\d+) at least", str(refused.value)))
     for length in (least, least + 1, least + 20):
         asked = needle_question(tokenizer, length, 0.5, 0)
         assert len(asked.prompt) + asked.room <= length
@@ -327,7 +341,7 @@ def test_needles_are_counted_by_depth_and_length(monkeypatch, tokenizer, model):
         (["ruler", "--budget", "64"], "--budget goes with a --policy that has one"),
         (["ruler", "--only", "niah"], "--only 'niah' is unknown; tasks of ruler are niah_single_1"),
         (["ruler", "--length", "0"], "must be at least 1"),
-        (["ruler-bytes", "--length", "1000"], "are too few for a question; the shortest takes 10"),
+        (["ruler-bytes", "--length", "1000"], "too few for single_needle, of which a question"),
         (["no/such.jsonl"], "no/such.jsonl does not exist; name ruler, ruler-bytes or a file"),
         (["x.jsonl", "--only", "vt"], "--only does not go with x.jsonl"),
         (["x.jsonl", "--qa", "x.json"], "--qa does not go with x.jsonl"),
