@@ -125,6 +125,7 @@ def _report(
     return {
         "settings": {"draft": draft, "gamma": chosen.gamma},
         "beyond_noise": tuning.chosen is not tuning.default,
+        "gains": tuning.gains,
         "speedup": tuning.chosen.tokens_per_s / tuning.plain.tokens_per_s,
         "requests": requests,
         "same_programs": [list(group) for group in groups if len(group) > 1],
@@ -159,23 +160,30 @@ def _show(report: dict[str, Any], tuning: Tuning, out: str, picture: str) -> Non
         for trial, mark in rows:
             table.add_row(name, *_cells(trial), mark)
             name = ""
-    shows, settings = console(), report["settings"]
+    shows = console()
     shows.print(table)
     for group in report["same_programs"]:
         shows.print(f"the same program on these requests, measured once: ratios {_listed(group)}")
-    flags = f"--draft {settings['draft']} --gamma {settings['gamma']}"
-    speed = (
-        f"{report['speedup']:.2f}x of plain decoding on {counted(report['requests'], 'request')}"
-    )
-    if not report["beyond_noise"]:
-        text = f"no setting is faster than the default beyond the noise; {flags}: {speed}"
-    elif settings["draft"] == "none":
-        best = tuning.best.tokens_per_s / tuning.plain.tokens_per_s
-        text = f"plain decoding is fastest: drafts have {best:.2f}x of it"
-    else:
-        text = f"{flags}: {speed}, faster than the default beyond the noise"
-    shows.print(text, soft_wrap=True)
+    shows.print(_verdict(report, tuning), soft_wrap=True)
     shows.print(f"jspec generate --settings {out}/settings.json; {picture}", soft_wrap=True)
+
+
+def _verdict(report: dict[str, Any], tuning: Tuning) -> str:
+    """Whether the settings to take are faster than plain decoding, and than the default."""
+    settings, best, plain = report["settings"], tuning.best, tuning.plain
+    of_plain = f"of plain decoding on {counted(report['requests'], 'request')}"
+    if settings["draft"] == "none":
+        drafts = f"drafts have {best.tokens_per_s / plain.tokens_per_s:.2f}x {of_plain}"
+        if plain.beats(best):
+            return f"plain decoding is fastest: {drafts}"
+        return f"no measurable gain: {drafts}, within the noise; take --draft none"
+    flags = f"--draft {settings['draft']} --gamma {settings['gamma']}"
+    speed = f"{report['speedup']:.2f}x {of_plain}"
+    if not tuning.gains:
+        return f"no measurable gain: {flags} has {speed}, within the noise"
+    if report["beyond_noise"]:
+        return f"{flags}: {speed}, faster than the default beyond the noise"
+    return f"no setting is faster than the default beyond the noise; {flags}: {speed}"
 
 
 def _rows(tuning: Tuning) -> Iterator[tuple[str, list[tuple[Trial, str]]]]:

@@ -98,6 +98,11 @@ class Tuning:
     plain: Trial
     chosen: Trial
 
+    @property
+    def gains(self) -> bool:
+        """Whether ``chosen`` is faster than plain decoding beyond the noise."""
+        return self.chosen.beats(self.plain)
+
 
 def tune(
     measure: Measure, ratios: Sequence[float], gammas: Sequence[int], default: Setting

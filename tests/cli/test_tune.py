@@ -86,7 +86,7 @@ def test_json_has_every_trial(run, tmp_path, capsys):
     assert printed["requests"] == 3
     assert printed["settled"] == 0.1
     assert printed["speedup"] == printed["best"]["tokens_per_s"] / printed["plain"]["tokens_per_s"]
-    assert printed["beyond_noise"] is True
+    assert (printed["beyond_noise"], printed["gains"]) == (True, True)
     assert len(printed["best"]["runs"]) == RUNS
     assert "runs" not in printed["acceptance"][0]
 
@@ -105,15 +105,35 @@ def test_gains_within_the_noise_leave_the_default(run, tmp_path, capsys, monkeyp
     monkeypatch.setattr(Bench, "groups", [(0.01, 0.02, 0.03), (0.05,)])
     assert run() == 0
     err = capsys.readouterr().err
-    assert "no setting is faster than the default beyond the noise; --draft vegas --gamma 4" in err
+    assert "no measurable gain: --draft vegas --gamma 4 has 2.14x of plain decoding on 3 req" in err
     assert "the same program on these requests, measured once: ratios 0.01, 0.02, 0.03" in err
     assert err.count("within noise") == 4 + 1 + 2  # of gammas; plain decoding, two ratios
     assert "faster\n" not in err
     settings = json.loads((tmp_path / "tuned" / "settings.json").read_text())
     assert settings == {"draft": "vegas", "gamma": 4}
     tuning = json.loads((tmp_path / "tuned" / "tuning.json").read_text())
-    assert tuning["beyond_noise"] is False
+    assert (tuning["beyond_noise"], tuning["gains"]) == (False, False)
     assert tuning["same_programs"] == [[0.01, 0.02, 0.03]]
+
+
+@pytest.mark.parametrize(
+    ("speed", "noise", "verdict"),
+    [
+        (1.0, 1.0, "no setting is faster than the default beyond the noise; --draft vegas --gam"),
+        (0.26, 0.05, "no measurable gain: drafts have 1.04x of plain decoding on 3 requests"),
+        (0.35, 0.6, "no measurable gain: --draft vegas:budget=0.05 --gamma 5 has 1.40x of plain"),
+    ],
+    ids=["default", "plain", "settings"],
+)
+def test_the_verdict_tells_a_gain_over_plain_decoding_from_noise(
+    speed, noise, verdict, run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(Bench, "speed", speed)
+    monkeypatch.setattr(Bench, "noise", noise)
+    assert run() == 0
+    assert verdict in capsys.readouterr().err
+    tuning = json.loads((tmp_path / "tuned" / "tuning.json").read_text())
+    assert tuning["gains"] is not verdict.startswith("no measurable gain")
 
 
 @pytest.mark.parametrize(
