@@ -88,7 +88,7 @@ def check_model(path: Path) -> None:
     if not (path / saved.SETTINGS).is_file():
         raise CheckpointError(
             f"{path} is no model: it has neither {SETTINGS} (Hugging Face) nor {saved.SETTINGS} "
-            "(jspec.save_model)"
+            "(jspec.save_model); pass a directory that has one, or a GGUF file"
         )
 
 

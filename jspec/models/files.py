@@ -21,6 +21,7 @@ STOP_LIMIT = 1024  # stop tokens
 DIGIT_LIMIT = 1000  # of an integer; the largest float has 309
 INTEGER_LIMIT = 2**31 - 1
 GGUF_SUFFIX = ".gguf"
+_RENEW = "correct it, or copy or download it again"
 
 
 def directory_of(path: str | os.PathLike) -> Path:
@@ -65,14 +66,16 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 def read_json(path: Path, limit: int = SETTINGS_LIMIT) -> dict[str, Any]:
     """The JSON object in ``path``; `CheckpointError` where it is missing, huge or malformed."""
+    content = read_file(path, limit)
+    if not content.strip():
+        raise CheckpointError(f"{path} is empty; {_RENEW}")
     try:
-        values = parse_json(read_file(path, limit))
-    except CheckpointError:
-        raise
+        values = parse_json(content)
     except ValueError as error:
-        raise CheckpointError(f"{path} {error}") from None
+        raise CheckpointError(f"{path} {error}; {_RENEW}") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        found = type(values).__name__
+        raise CheckpointError(f"{path} must hold a JSON object, got {found}; {_RENEW}")
     return values
 
 

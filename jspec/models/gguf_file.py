@@ -26,7 +26,7 @@ TENSOR_LIMIT = 1 << 17
 STRING_LIMIT = 1 << 20  # strings of a list; the largest have half a million
 LIST_LIMIT = 1 << 16  # items of a list outside of the tokenizer, such as one number per layer
 DIMENSION_LIMIT = 4
-DAMAGED = "it is truncated or damaged, copy or download it again"
+_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {
@@ -94,9 +94,7 @@ class GGUFFile:
             with path.open("rb") as file:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size < 24:
-                    raise self.error(
-                        f"{self.size} bytes are too few for its header of 24; {DAMAGED}"
-                    )
+                    raise self.damaged(f"{self.size} bytes are too few for its header of 24")
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                     self._read(content)
         except OSError as error:
@@ -104,6 +102,9 @@ class GGUFFile:
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is no sound GGUF file: {message}")
+
+    def damaged(self, message: str) -> CheckpointError:
+        return self.error(f"{message}; it is truncated or damaged, copy or download it again")
 
     def fields(self) -> dict[str, Any]:
         """The metadata with lists as lists, without the tokenizer's, which are long."""
@@ -119,12 +120,15 @@ class GGUFFile:
 
     def _read(self, content: mmap.mmap) -> None:
         magic, version, num_tensors, num_fields = struct.unpack_from("<4sIQQ", content)
-        if magic != b"GGUF":
-            raise self.error(f"it starts with {magic!r}")
+        if magic != _MAGIC:
+            raise self.damaged(f"it starts with {magic!r}, not with {_MAGIC!r}")
         if version not in _VERSIONS:
-            raise self.error(f"version {version} is unknown; jspec reads 2 and 3, little-endian")
-        if num_fields > FIELD_LIMIT or num_tensors > TENSOR_LIMIT:
             raise self.error(
+                f"version {version} is unknown; jspec reads 2 and 3, little-endian: convert the "
+                "model again"
+            )
+        if num_fields > FIELD_LIMIT or num_tensors > TENSOR_LIMIT:
+            raise self.damaged(
                 f"it claims {num_fields} fields and {num_tensors} tensors, of {FIELD_LIMIT} and "
                 f"{TENSOR_LIMIT} that it may have"
             )
@@ -133,17 +137,17 @@ class GGUFFile:
         for _ in range(num_fields):
             key = reader.string("the name of a field")
             if key in self.metadata:
-                raise self.error(f"field {shown(key)} appears twice")
+                raise self.damaged(f"field {shown(key)} appears twice")
             self.metadata[key] = reader.value(key)
         self.tensors: dict[str, TensorEntry] = {}
         for _ in range(num_tensors):
             entry = reader.tensor()
             if entry.name in self.tensors:
-                raise self.error(f"tensor {shown(entry.name)} appears twice")
+                raise self.damaged(f"tensor {shown(entry.name)} appears twice")
             self.tensors[entry.name] = entry
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
-            raise self.error(f"general.alignment={shown(alignment)} must be at most {1 << 20}")
+            raise self.damaged(f"general.alignment={shown(alignment)} must be 1 to {1 << 20}")
         self.data_start = -(-reader.at // alignment) * alignment
 
 
@@ -171,16 +175,16 @@ class _Reader:
         try:
             return self._bytes(self._size(what), what).decode()
         except UnicodeDecodeError:
-            raise self._file.error(f"{shown(what)} is not UTF-8") from None
+            raise self._file.damaged(f"{shown(what)} is not UTF-8") from None
 
     def tensor(self) -> TensorEntry:
         name = self.string("the name of a tensor")
         rank = self.number(_NUMBERS[4], name)
         if rank > DIMENSION_LIMIT:
-            raise self._file.error(f"tensor {shown(name)} has {rank} dimensions")
+            raise self._file.damaged(f"tensor {shown(name)} has {rank} dimensions")
         shape = tuple(reversed([self._size(name) for _ in range(rank)]))
         if math.prod(shape) > 1 << 48:
-            raise self._file.error(f"tensor {shown(name)} has the shape {shape}")
+            raise self._file.damaged(f"tensor {shown(name)} has the shape {shape}")
         return TensorEntry(name, shape, self.number(_NUMBERS[4], name), self._size(name))
 
     def _array(self, key: str) -> np.ndarray | Strings:
@@ -191,7 +195,7 @@ class _Reader:
             return np.frombuffer(self._bytes(count * dtype.itemsize, key), dtype)
         self._check(8 * count, key, f"{count} strings")
         if count > STRING_LIMIT:
-            raise self._file.error(f"{shown(key)} claims {count} strings, over {STRING_LIMIT}")
+            raise self._file.damaged(f"{shown(key)} claims {count} strings, over {STRING_LIMIT}")
         content, end, start = self._content, self._end, self.at
         at, size_at = start, _SIZE.unpack_from
         for _ in range(count):
@@ -204,7 +208,7 @@ class _Reader:
 
     def _number_type(self, kind: int, key: str) -> np.dtype:
         if kind not in _NUMBERS:
-            raise self._file.error(f"{shown(key)} has the unknown type {kind}")
+            raise self._file.damaged(f"{shown(key)} has the unknown type {kind}")
         return _NUMBERS[kind]
 
     def _size(self, what: str) -> int:
@@ -219,8 +223,8 @@ class _Reader:
         if size > self._end - self.at:
             limit = f"a header may have {HEADER_LIMIT}"
             if self._end == self._file.size:
-                limit = f"the file has {self._end}; {DAMAGED}"
-            raise self._file.error(f"{shown(what)} claims {claim} at byte {self.at}, but {limit}")
+                limit = f"the file has {self._end}"
+            raise self._file.damaged(f"{shown(what)} claims {claim} at byte {self.at}, but {limit}")
 
 
 def _listed(value: np.ndarray | Strings) -> list[Any]:

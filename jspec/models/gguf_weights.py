@@ -13,7 +13,7 @@ import numpy as np
 from jspec.checks import shown
 from jspec.config import ModelConfig
 from jspec.models.errors import CheckpointError, on_one_line
-from jspec.models.gguf_file import DAMAGED, GGUFFile, TensorEntry
+from jspec.models.gguf_file import GGUFFile, TensorEntry
 from jspec.models.gguf_settings import config_of
 from jspec.models.gguf_vocabulary import read_vocabulary
 from jspec.models.rope import channel_order
@@ -94,9 +94,8 @@ class GGUFWeights:
         row = columns // block * size
         end = self._file.data_start + entry.offset + math.prod(entry.shape[:-1]) * row
         if end > self._file.size:
-            raise self._file.error(
-                f"tensor {shown(entry.name)} ends at byte {end}, but the file has "
-                f"{self._file.size}; {DAMAGED}"
+            raise self._file.damaged(
+                f"tensor {shown(entry.name)} ends at byte {end}, but the file has {self._file.size}"
             )
         return row
 

@@ -33,8 +33,8 @@ def tensor(*sizes, kind=0, offset=0, name=b"t"):
     ("content", "reason"),
     [
         (b"", "0 bytes are too few for its header of 24; it is truncated or damaged"),
-        (header(magic=b"GGML"), "it starts with b'GGML'"),
-        (header(version=1), "version 1 is unknown; jspec reads 2 and 3"),
+        (header(magic=b"GGML"), "it starts with b'GGML', not with b'GGUF'; it is truncated or"),
+        (header(version=1), "version 1 is unknown; jspec reads 2 and 3, .*: convert the model"),
         (header(version=3 << 24), "version 50331648 is unknown; .* little-endian"),
         (header(num_fields=2**60), "claims 1152921504606846976 fields"),
         (header(count=2**40), "claims 0 fields and 1099511627776 tensors"),
@@ -61,8 +61,11 @@ def tensor(*sizes, kind=0, offset=0, name=b"t"):
 def test_malformed_headers_are_refused(tmp_path, content, reason):
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"model\.gguf is no sound GGUF file: .*{reason}"):
+    with pytest.raises(
+        CheckpointError, match=rf"model\.gguf is no sound GGUF file: .*{reason}"
+    ) as e:
         load_model(path)
+    assert str(e.value).endswith(("copy or download it again", "convert the model again"))
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def test_paths_that_are_no_model(tmp_path):
     refused(tmp_path / "absent", "absent does not exist; pass a local model directory or GGUF file")
     (tmp_path / "file").touch()
     refused(tmp_path / "file", "file is neither a directory nor named *.gguf; pass")
-    refused(tmp_path, "is no model: it has neither config.json")
+    way_out = "pass a directory that has one, or a GGUF file"
+    refused(tmp_path, "is no model: it has neither config.json", way_out)
 
 
 def test_directories_without_safetensors(checkpoint):
@@ -47,10 +48,12 @@ def test_directories_without_safetensors(checkpoint):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b" \n", "config.json is empty; correct it, or copy or download it again"),
         (b"{", "config.json is not valid JSON"),
+        (b'{"a": 1,}', "line 1 column 9 (char 8); correct it, or copy or download it again"),
         (b"\xff\xfe", "config.json is not valid JSON"),
         (b"[" * 100_000, "config.json is nested too deeply"),
-        (b"[]", "config.json must hold a JSON object, got list"),
+        (b"[]", "config.json must hold a JSON object, got list; correct it, or"),
         (b'{"a": ' + b"9" * 5000 + b"}", "config.json is not valid JSON"),
         (b"{}", "config.json: model_type is missing"),
         (b'{"model_type": "llama", "model_type": "qwen3"}', "'model_type' appears twice in an"),

@@ -20,8 +20,8 @@ from tests.parameters import default_run
     ("content", "message"),
     [
         (None, "does not exist; a model directory holds a tokenizer.json"),
-        (b"", "is not valid JSON"),
-        (b"{", "is not valid JSON"),
+        (b"", "is empty; correct it, or copy or download it again"),
+        (b"{", "is not valid JSON: .*; correct it, or copy or download it again"),
         (b"[]", "must hold a JSON object, got list"),
         (b'{"model": 3}', "not a tokenizer"),
         (b'{"model": {}}', "not a tokenizer"),
