@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jspec.cuda_ffi.build import build_all
+from jspec.cuda_ffi.build import SUBJECTS, build_all
 from jspec.cuda_ffi.errors import BuildError
 
 
@@ -18,10 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--cuda", action="store_true", help="only the libraries for NVIDIA GPUs")
     command.add_argument("--cpu", action="store_true", help="only the libraries for CPUs")
     arguments = parser.parse_args(argv)
-    platforms = [name for name in ("CUDA", "cpu") if getattr(arguments, name.lower())]
+    both = ["CUDA", "cpu"]
+    platforms = [name for name in both if getattr(arguments, name.lower())] or both
+    total = len(platforms) * len(SUBJECTS)
     failed = 0
-    for platform, subject, built in build_all(platforms or ["CUDA", "cpu"]):
-        name = f"{platform.lower()} {subject}"
+    for number, (platform, subject, built) in enumerate(build_all(platforms), 1):
+        name = f"{number}/{total} {platform.lower()} {subject}"
         if isinstance(built, BuildError):
             print(f"{name}: {built}", file=sys.stderr)
             failed = 1

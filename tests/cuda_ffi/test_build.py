@@ -314,10 +314,12 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
 
 
 def test_the_command_builds_and_tells(toy, monkeypatch, capsys):
-    """A line a library, in the order of the subjects."""
+    """A numbered line a library, in the order of the subjects."""
     assert main(["build", "--cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"cpu {name}" for name in SUBJECTS]
+    total = len(SUBJECTS)
+    expected = [f"{number}/{total} cpu {name}" for number, name in enumerate(SUBJECTS, 1)]
+    assert [line.split(":")[0] for line in lines] == expected
     assert all("built in" in line for line in lines)
     assert main(["build", "--cpu"]) == 0
     assert capsys.readouterr().out.count("was there") == len(SUBJECTS)
@@ -326,5 +328,5 @@ def test_the_command_builds_and_tells(toy, monkeypatch, capsys):
     monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
     assert main(["build"]) == 1
     told = capsys.readouterr()
-    assert "cuda verify: no nvcc found" in told.err
-    assert "cpu verify: was there" in told.out
+    assert f"1/{2 * total} cuda verify: no nvcc found" in told.err
+    assert f"{1 + total}/{2 * total} cpu verify: was there" in told.out
