@@ -58,7 +58,8 @@ class Engine:
     Args:
         model: The target, whose tokens are decoded. The engine is on its device or its mesh.
         slots: Requests that decode at the same time.
-        capacity: Most positions of a request, prompt and new tokens.
+        capacity: Most positions of a request, prompt and new tokens. Lowered to the context of the
+            model, or of the draft model, beyond which no request goes.
         stop_tokens: Most stop tokens of a request, the model's included.
         logprobs: Most of the likeliest tokens that a request asks for by ``params.logprobs``; None
             refuses requests that ask for log-probabilities.
@@ -78,7 +79,7 @@ class Engine:
 
     Attributes:
         slots: As above.
-        capacity: As above.
+        capacity: As above, lowered to the context.
         cache_blocks: As above.
         is_closed: Whether an exception has ended it.
 
@@ -108,6 +109,9 @@ class Engine:
         if cache_blocks is not None:
             options = {"exact": None, **options}  # which reads rows in one piece
         resolved = ResolvedOptions.of(model, options)
+        models = (resolved.models.target, resolved.models.draft)
+        contexts = [x.config.max_context for x in models if x is not None]
+        capacity = min(capacity, *contexts)
         usual = usual_chunk(resolved.models)
         chunk = positive("prefill_chunk", usual if prefill_chunk is None else prefill_chunk)
         if cache_blocks is not None:

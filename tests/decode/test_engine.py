@@ -1,5 +1,7 @@
 """The engine: a request gets what it gets alone, at any time and in any batch."""
 
+import dataclasses
+
 import hypothesis.strategies as st
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from jspec.decode import engine as engine_module
 from jspec.decode import slot_programs
 from jspec.decode.engine import Engine
 from jspec.decode.programs import Programs
-from tests.conftest import TINY
+from tests.conftest import TINY, make_decoder
 from tests.decode.common import MIXED, prompts
 from tests.decode.conftest import COMPILED
 from tests.decode.engines import apart, check_arrivals, engine_of, known, work
@@ -165,9 +167,15 @@ def test_short_prompts_share_a_pass_that_has_room_for_them(tiny, lengths, expect
     assert engine._scheduler.prefill.group(prompts) == expected
 
 
-def test_no_row_of_a_pass_is_longer_than_a_slot(tiny):
+@pytest.fixture
+def roomy():
+    """A model with a context of 2048 tokens."""
+    return make_decoder(dataclasses.replace(TINY, max_context=2048))
+
+
+def test_no_row_of_a_pass_is_longer_than_a_slot(roomy):
     """Whatever the chunk, which several rows share."""
-    engine = engine_of(tiny, "none", slots=4, capacity=768, prefill_chunk=8192)
+    engine = engine_of(roomy, "none", slots=4, capacity=768, prefill_chunk=8192)
     prefill = engine._scheduler.prefill
     assert prefill._sizes == [32, 128, 512, 768]
     texts = [np.ones(length, np.int32) for length in (1, 600, 769)]
@@ -248,8 +256,8 @@ def test_a_light_model_has_wide_passes_on_a_gpu(tiny, backend, light, chunk, mon
         (1200, [512, 512, 128, 128]),
     ],
 )
-def test_a_prompt_goes_in_by_few_sizes_of_pieces(tiny, left, pieces):
-    engine = engine_of(tiny, "ngram", capacity=2048, prefill_chunk=512)
+def test_a_prompt_goes_in_by_few_sizes_of_pieces(roomy, left, pieces):
+    engine = engine_of(roomy, "ngram", capacity=2048, prefill_chunk=512)
     prefill = engine._scheduler.prefill
     prefill.begin(np.ones(left + 1, np.int32), engine._runner.state)
     results = []

@@ -9,6 +9,7 @@ import pytest
 
 from jspec import helix
 from jspec.config import SamplingParams
+from jspec.decode.draft import ModelDraft
 from jspec.decode.engine import Engine
 from tests.conftest import TINY, make_decoder
 from tests.decode.engines import ON_A_MESH, SETTINGS, engine_of
@@ -30,6 +31,21 @@ def test_sizes_are_checked(tiny, name, value, bound):
 def test_more_slots_than_an_engine_can_have_are_refused_at_once(tiny):
     with pytest.raises(ValueError, match="slots=1000000000 must be at most 65536"):
         Engine(tiny, slots=10**9, capacity=8)
+
+
+def test_a_capacity_above_the_context_takes_the_memory_of_the_context(tiny):
+    """Of the model and of the draft model; a request beyond it is told so."""
+    short = make_decoder(dataclasses.replace(TINY, max_context=200))
+    for model, options in (
+        (short, {"draft": None}),
+        (tiny, {"draft": ModelDraft(), "draft_model": short}),
+    ):
+        engine = Engine(model, slots=1, capacity=10**6, **options)
+        assert engine.capacity == 200
+        assert engine._runner.state.cache.layouts[0].capacity == 256
+        engine.submit([1] * 190, SamplingParams(max_new_tokens=10)).cancel()
+        with pytest.raises(ValueError, match="exceeds the context of 200; shorten the prompt"):
+            engine.submit([1] * 190, SamplingParams(max_new_tokens=11))
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="the mesh has four devices")
