@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from bench import attention, hata, pack, point, select, verify
 from bench.cases import Case
-from bench.program import Absent, compile_all
+from bench.program import Program, compile_all
 from bench.settings import Settings
 from bench.suite import OperationBenchmark, Result, Suite, of_operation
 from jspec.dispatch import Operation
@@ -131,19 +131,19 @@ def child(names: Path, text: str, only: tuple[str, ...]) -> None:
     operation: Operation = benchmark.operation
     setup = benchmark.setup(case)
     by_backend = setup.programs(operation, Settings(only=only))
-    programs = {
-        name: program
-        for name, program in compile_all(operation.name, by_backend).items()
-        if not isinstance(program, Absent) and setup.check(program(*setup.inputs))
-    }
+    bound = (
+        setup.bound(name, compiled)
+        for name, compiled in compile_all(operation.name, by_backend).items()
+    )
+    programs = [x for x in bound if isinstance(x, Program) and x.check(x.start())]
     marker = jax.jit(lambda x: jnp.tan(jnp.cosh(x))).lower(jnp.ones(7)).compile()
     ones = jnp.ones(7)
     with profiled():
         jax.block_until_ready(marker(ones))  # its name is that of the first row
-        for program in programs.values():
+        for program in programs:
             jax.block_until_ready(marker(ones))
-            jax.block_until_ready(program(*setup.inputs))
-    names.write_text("\n".join(["", *programs]))
+            jax.block_until_ready(program.start())
+    names.write_text("\n".join(["", *(program.name for program in programs)]))
 
 
 @contextlib.contextmanager

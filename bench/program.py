@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bench.settings import Settings, bar
@@ -153,11 +154,28 @@ def bound(
     check: Callable[[Any], bool],
     *,
     chosen: bool = False,
+    in_place: Mapping[int, int] | None = None,
 ) -> Program | Absent:
-    """A compiled program with its arguments."""
+    """A compiled program with its arguments.
+
+    ``in_place``: from the index of an output to that of the argument in whose memory it is, which
+    it is in the next call.
+    """
     if isinstance(compiled, Absent):
         return compiled
-    return Program(name, lambda: compiled(*arguments), check, chosen=chosen)
+    if not in_place:
+        return Program(name, lambda: compiled(*arguments), check, chosen=chosen)
+    current = list(arguments)
+    for argument in in_place.values():
+        current[argument] = jnp.copy(current[argument])  # other programs have it, too
+
+    def start() -> Any:
+        outputs = compiled(*current)
+        for output, argument in in_place.items():
+            current[argument] = outputs[output]
+        return outputs
+
+    return Program(name, start, check, chosen=chosen)
 
 
 def chosen(operation: Operation, arguments: Sequence[Any], **static: Any) -> str | None:

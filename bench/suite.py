@@ -11,7 +11,7 @@ import jax
 from bench import cases, ceilings, point, table
 from bench.cases import Case
 from bench.clocks import Feed, add_steps
-from bench.program import Absent, Source, bound, chosen, compile_all, shapes, sources
+from bench.program import Absent, Program, Source, bound, chosen, compile_all, shapes, sources
 from bench.rivals.common import Maker, each
 from bench.settings import Settings, bar
 from jspec.dispatch import Operation
@@ -117,6 +117,7 @@ class Setup:
         rivals: what makes the programs of other libraries, by name.
         feed: how steps of a jitted loop depend on each other; None: steps are not timed.
         layers: what else runs in the same program; ``check`` is of the last one's outputs.
+        in_place: from the index of an output to that of the argument in whose memory it is.
     """
 
     arguments: tuple[Any, ...]
@@ -126,6 +127,7 @@ class Setup:
     rivals: Mapping[str, Maker] = dataclasses.field(default_factory=dict)
     feed: Feed | None = None
     layers: Layers | None = None
+    in_place: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -142,11 +144,18 @@ class Setup:
             for name, x in by_backend.items()
         }
 
+    def bound(
+        self, name: str, compiled: jax.stages.Compiled | Absent, *, chosen: bool = False
+    ) -> Program | Absent:
+        """One of `programs`, compiled, with its arguments."""
+        of_setup = {"chosen": chosen, "in_place": self.in_place}
+        return bound(name, compiled, self.inputs, self.check, **of_setup)
+
     def program(self, function: Callable[..., Any]) -> Source:
         """The program of a backend's function; it returns the outputs of the last layer."""
         layers = self.layers
         if layers is None:
-            return Source(function, shapes(self.arguments))
+            return Source(function, shapes(self.arguments), tuple(self.in_place.values()))
 
         def run(x: Any, first: tuple[Any, ...], *others: tuple[Any, ...]) -> Any:
             outputs = function(x, *first)
@@ -189,7 +198,7 @@ class OperationBenchmark(Benchmark):
         best = chosen(self.operation, arguments, **static)
         seconds: dict[str, float] = {}
         programs = [
-            bound(name, program, setup.inputs, setup.check, chosen=name == best)
+            setup.bound(name, program, chosen=name == best)
             for name, program in compile_all(self.name, by_backend, seconds).items()
         ]
         programs += each(setup.rivals, settings)

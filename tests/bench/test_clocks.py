@@ -6,7 +6,7 @@ import pytest
 
 from bench import ceilings, clocks, point, verify, workload
 from bench.clocks import DeviceClock, Kernel
-from bench.program import Program, Source, compile_all, shapes, sources
+from bench.program import Program, Source, bound, compile_all, shapes, sources
 from bench.settings import Settings
 from jspec.dispatch import BackendError
 from jspec.ops.verify import VERIFY_GREEDY
@@ -74,6 +74,20 @@ def test_kernels_that_overlap_are_counted_once():
         ("inside", 0, False, 0),
         ("late", 5, True, 10),
     ]
+
+
+def test_a_program_in_place_goes_on_from_its_outputs():
+    x = jax.device_put(np.zeros(3, np.float32))
+    source = Source(lambda x, y: (y, x + y), (x, x), (0,))
+    compiled = compile_all("x", {"x": source})["x"]
+    ones = jax.device_put(np.ones(3, np.float32))
+    program, other = (
+        bound("x", compiled, (x, ones), lambda outputs: True, in_place={1: 0}) for _ in range(2)
+    )
+    counts = [float(program.start()[1][0]) for _ in range(3)]
+    assert counts == [1, 2, 3]
+    assert float(other.start()[1][0]) == 1
+    assert float(x[0]) == 0  # not donated
 
 
 def test_a_program_of_layers_has_the_span_of_one_layer_and_is_compared_by_it(monkeypatch):
