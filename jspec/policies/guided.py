@@ -189,8 +189,9 @@ class Guided(Budgeted):
     ) -> TokenAttention | None:
         leader = self.leaders(cache.specs)[layer]
         q, k, v, qk_rope, positions = token
-        is_linear = isinstance(cache.layouts[layer], LinearLayout)
-        if leader is None or not is_linear or v is None or qk_rope is None or self.refresh:
+        # With a block table, the columns have no axis of rows.
+        in_order = isinstance(cache.layouts[layer], LinearLayout) and cache.table_of(layer) is None
+        if leader is None or not in_order or v is None or qk_rope is None or self.refresh:
             return None
         if qk_rope.joined is None or any(map(named_backend, PARTS)):
             return None

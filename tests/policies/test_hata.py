@@ -60,12 +60,14 @@ def pass_of(
     backends=Backends(),
     start=PassState,
     attend_settings=None,
+    policy_params=None,
     **token_settings,
 ):
     """A function of positions: outputs of a pass over all layers with the selection of each, and
     the columns afterwards. It compiles once."""
     cache = cache_of(policy) if cache is None else cache
-    policy_params = arrays_of(policy, cache.specs)
+    if policy_params is None:
+        policy_params = arrays_of(policy, cache.specs)
 
     @jax.jit
     def run(cache, positions):
