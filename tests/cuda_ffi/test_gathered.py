@@ -84,6 +84,18 @@ def test_a_token_is_appended_and_attends(case, chunk, kernel):
         )
 
 
+@every_case(APPEND_ATTEND, lambda case: case.name == "normed")
+def test_a_new_key_is_rounded_where_its_norm_rounds(case, kernel):
+    """The bits of the norm and the rotation one by one, which `jax.jit` may round but once."""
+    x = test_appended.named_arguments(case)
+    got = test_appended.run(x, case, "cuda")[2]
+    _, want = x["qk_rope"](jnp.asarray(x["q"]), jnp.asarray(x["k"]))
+    for row in (0, 1):
+        new = got[row, test_appended.new_slot(x, row)]
+        # A square root may round otherwise.
+        assert np.mean(new == np.asarray(want[row, 0], np.float64)) > 0.95
+
+
 @by_name([CASES[1], CASES[3]])
 def test_a_row_alone_is_the_row_in_the_batch(case, kernel):
     x = inputs(case, junk=np.nan)

@@ -127,12 +127,15 @@ def append_attend_sizes(q: Array, k, v, qk_rope, keys: Array, values, *args, **k
 
 
 def _cases() -> list[Case]:
-    """Rows in the middle of a draft, at its beginning, padded, and whose position has no slot."""
+    """Rows in the middle of a draft, at its beginning, padded, and two without a slot.
+
+    The last row's position is in ``tail``, with a slot of -1. The norms have different ``eps``.
+    """
 
     def build(
         size: int, group: int, normed: bool, per_head: bool, dtype: str, new: int = 6
     ) -> tuple[Any, ...]:
-        rng, batch, kv_heads, slots = np.random.default_rng(0), 4, 2, 70
+        rng, batch, kv_heads, slots = np.random.default_rng(0), 5, 2, 70
 
         def normal(*shape: int) -> Any:
             return rng.standard_normal(shape, np.float32).astype(dtype)
@@ -140,14 +143,15 @@ def _cases() -> list[Case]:
         joined = normal(batch, 1, kv_heads, (group + 2) * size)
         q, k, v = np.split(joined, [group * size, (group + 1) * size], axis=-1)
         angles: Any = rng.standard_normal((batch, 1, 1, size // 2), np.float32)
-        norms = (RMS(normal(size)), RMS(normal(size))) if normed else (None, None)
+        norms = (RMS(normal(size)), RMS(normal(size), 0.5)) if normed else (None, None)
         cosine: Any = np.cos(angles)
         sine: Any = np.sin(angles)
         qk_rope = QKRope(cosine, sine, *norms, joined)
         keys, values = normal(2, batch, slots, kv_heads, size)
-        context_len = np.array([24, 3, 20, 20], np.int32)
-        positions = np.array([[22 + new], [3], [-1], [20 + new]], np.int32)
+        context_len = np.array([24, 3, 9, 20, 20], np.int32)
+        positions = np.array([[22 + new], [3], [-1], [20 + new], [22]], np.int32)
         tail = context_len[:, None] + np.arange(new, dtype=np.int32)
+        tail[4, 2] = -1
         lists = [rng.permutation(x)[:20] for x in context_len for _ in range(kv_heads)]
         selected = np.array([np.pad(x, (0, 20 - len(x)), constant_values=-1) for x in lists])
         selected = selected.astype(np.int32).reshape(batch, kv_heads, 20)

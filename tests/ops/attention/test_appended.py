@@ -1,5 +1,6 @@
 """A token that is appended and attends, as one operation, by every backend, against brute force."""
 
+import dataclasses
 import functools
 
 import jax
@@ -26,6 +27,12 @@ def named_arguments(case, junk=0.0) -> dict:
     return x
 
 
+def new_slot(x, row: int) -> int:
+    """The slot of the cache that a row's token is written into, -1 for none."""
+    index = int(x["positions"][row, 0]) - int(x["context_len"][row])
+    return int(x["tail"][row, index]) if 0 <= index < x["tail"].shape[1] else -1
+
+
 def slots_of(x) -> list[list[list[int]]]:
     """The slots of the cache that each row and KV head reads, but for the token's own."""
     batch, _, kv_heads, _ = x["keys"].shape
@@ -50,9 +57,7 @@ def brute_force(x, *, scale, softcap) -> list[np.ndarray]:
     out, lse = np.zeros((batch, 1, heads, values.shape[3])), np.full((batch, 1, heads), -np.inf)
     for b, head in np.ndindex(batch, kv_heads):
         position, slots = int(x["positions"][b, 0]), read[b][head]
-        index = position - int(x["context_len"][b])
-        if position >= 0 and index < x["tail"].shape[1]:
-            slot = x["tail"][b, index]
+        if (slot := new_slot(x, b)) >= 0:
             keys[b, slot, head], values[b, slot, head] = new[b, head], x["v"][b, 0, head]
             slots = [*slots, slot]
         group = range(head * heads // kv_heads, (head + 1) * heads // kv_heads)
@@ -80,6 +85,13 @@ def test_equals_the_definition(case, backend):
     check(run(named_arguments(case, junk=np.nan), case, backend), case)
 
 
+@every_backend(APPEND_ATTEND)
+def test_a_soft_cap_and_the_usual_scale(backend):
+    case = next(x for x in APPEND_ATTEND.cases() if x.name == "float32")
+    got = run(named_arguments(case, junk=np.nan), case, backend, scale=None, softcap=2.0)
+    check(got, dataclasses.replace(case, static={"scale": 16**-0.5, "softcap": 2.0}))
+
+
 def check(got, case):
     want = brute_force(named_arguments(case), **case.static)
     x = named_arguments(case, junk=np.nan)
@@ -88,10 +100,9 @@ def check(got, case):
     np.testing.assert_allclose(got[1], want[1], atol=near)
     for result, before, after in zip(got[2:], (x["keys"], x["values"]), want[2:], strict=True):
         is_new = np.zeros(before.shape, bool)
-        for b, (position,) in enumerate(x["positions"]):
-            index = position - x["context_len"][b]
-            if position >= 0 and index < x["tail"].shape[1]:
-                is_new[b, x["tail"][b, index]] = True
+        for b in range(len(before)):
+            if (slot := new_slot(x, b)) >= 0:
+                is_new[b, slot] = True
         np.testing.assert_allclose(result[is_new], after[is_new], atol=near, rtol=1e-2)
         np.testing.assert_array_equal(result[~is_new], np.float64(before)[~is_new])
 
@@ -109,9 +120,9 @@ def test_who_names_a_backend_of_a_part_gets_it():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"q": jnp.zeros((4, 2, 6, 16))}, r"q \(4, 2, 6, 16\) must have one token a row"),
-        ({"k": jnp.zeros((4, 1, 1, 16))}, r"k \(4, 1, 1, 16\) and v .* must be \[B, 1, K, H\]"),
-        ({"tail": jnp.zeros((3, 6), jnp.int32)}, r"tail \(3, 6\) must be \[B, m\] with B=4"),
+        ({"q": jnp.zeros((5, 2, 6, 16))}, r"q \(5, 2, 6, 16\) must have one token a row"),
+        ({"k": jnp.zeros((5, 1, 1, 16))}, r"k \(5, 1, 1, 16\) and v .* must be \[B, 1, K, H\]"),
+        ({"tail": jnp.zeros((3, 6), jnp.int32)}, r"tail \(3, 6\) must be \[B, m\] with B=5"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, message):
