@@ -14,6 +14,7 @@ from jspec.cuda_ffi import library
 from jspec.cuda_ffi.gathered import ALL_SLOTS, GATHERED, parts_of
 from jspec.ops.attention.appended import APPEND_ATTEND
 from jspec.ops.attention.gathered import gathered_attention
+from jspec.ops.norm import CENTERED, RMS
 from tests.cuda_ffi.emulated import emulated
 from tests.ops.attention import test_appended
 from tests.ops.attention.test_gathered import Case, brute_force, inputs
@@ -222,6 +223,38 @@ def test_refuses_with_a_reason(change, reason):
     attend = functools.partial(gathered_attention, implementation="cuda", **more)
     with pytest.raises(Exception, match=reason):
         jax.eval_shape(attend, q, cache, cache, *integers)
+
+
+HALF_NORMED = next(x for x in APPEND_ATTEND.cases() if x.name == "normed")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"joined": None}, "queries, keys and values are not slices of one array"),
+        ({"q_norm": None}, "of queries and keys only one has a norm"),
+        ({"k_norm": RMS(jnp.ones(64, jnp.bfloat16), centered=True)}, CENTERED),
+        ({"k_norm": RMS(jnp.ones(64))}, "projections and norms are not all bfloat16"),
+        ({"joined": jnp.zeros((5, 1, 2, 576))}, "projections and norms are not all bfloat16"),
+        ({"heads": 18}, "it takes up to 8 query heads a KV head, and there are 9"),
+        ({"dtype": "float8_e4m3fn"}, "q of bfloat16, k and v of float8_e4m3fn are not all bfloat"),
+        ({"softcap": 5.0}, "softcap=5.0 or log_weights are passed: the kernel supports neither"),
+    ],
+    ids=["joined", "one-norm", "centered", "scale", "projections", "heads", "dtype", "softcap"],
+)
+def test_an_appended_token_is_refused_with_a_reason(change, reason):
+    q, k, v, qk_rope, keys, values, *rest = HALF_NORMED.build()
+    static = dict(HALF_NORMED.static)
+    if heads := change.get("heads"):
+        q = jnp.zeros((len(q), 1, heads, 64), q.dtype)
+    elif dtype := change.get("dtype"):
+        keys, values = keys.astype(dtype), values.astype(dtype)
+    elif "softcap" in change:
+        static |= change
+    else:
+        qk_rope = dataclasses.replace(qk_rope, **change)
+    arguments = q, k, v, qk_rope, keys, values, *rest
+    assert reason in (APPEND_ATTEND.backend("cuda").supports(*arguments, **static) or "")
 
 
 @pytest.mark.parametrize(

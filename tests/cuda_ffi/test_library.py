@@ -393,6 +393,15 @@ def test_attributes_are_checked_and_typed(target, change, message, kernels):
         call(target, arguments, results, attributes | change, aliases)
 
 
+@pytest.mark.parametrize(("tokens", "group"), [(2, 2), (1, 9)])
+def test_an_appended_token_is_alone_and_of_few_query_heads(tokens, group, kernels):
+    arguments, results, attributes, aliases = CALLS["rotate_append_attend"]
+    projections = ((B, tokens, 2, (group + 2) * 64), jnp.bfloat16)
+    arguments = [projections, *arguments[1:3], ((B, tokens), jnp.int32), *arguments[4:]]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="one token a row is appended, of up to 8"):
+        call("rotate_append_attend", arguments, results, attributes, aliases)
+
+
 def test_a_single_block_refuses_more_than_32(kernels):
     shapes = [[((33, *shape[1:]), dtype) for shape, dtype in x] for x in (TOKENS, VERIFIED)]
     kv = ((33, GAMMA, D), jnp.float32)
