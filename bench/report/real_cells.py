@@ -205,7 +205,7 @@ class Pair:
 
 def pairs(result: dict[str, Any]) -> list[Pair]:
     """The cells that are greedy or at T=0.8, without exact mode, by the measured orders of
-    backends, of the suite's gamma, and of the shortest answers of their model."""
+    backends, of the suite's gamma, and of its shortest answers of their model."""
     return [pair for pair in _of_any_gamma(result) if pair.case["gamma"] == real.DEFAULT["gamma"]]
 
 
@@ -225,12 +225,13 @@ def _of_any_gamma(result: dict[str, Any]) -> list[Pair]:
         if cell.plain and not cell.exact and cell.case["sampling"] in USUAL_SAMPLING
         if prefers_none(cell.rows[0])
     ]
-    shortest: dict[str, int] = {}
+    shortest: dict[tuple[str, int], int] = {}
     for case in (cell.case for cell in usual):
-        shortest[case["model"]] = min(shortest.get(case["model"], case["new"]), case["new"])
+        at = case["model"], case["gamma"]
+        shortest[at] = min(shortest.get(at, case["new"]), case["new"])
     by_case: dict[str, dict[str, Cell]] = {}
     for cell in usual:
-        if cell.case["new"] == shortest[cell.model]:
+        if cell.case["new"] == shortest[cell.model, cell.case["gamma"]]:
             same = {k: x for k, x in cell.case.items() if k not in ("sampling", "drafts")}
             by_case.setdefault(str(same), {})[cell.case["sampling"]] = cell
     return [Pair(*map(of_case.get, USUAL_SAMPLING)) for of_case in by_case.values()]

@@ -152,6 +152,13 @@ def test_speeds_are_of_the_gamma_with_which_vegas_is_fastest():
     assert list(real.acceptance([run(faster)])) == list(real.acceptance([run(FIRST)]))
 
 
+def test_shorter_answers_of_another_gamma_leave_those_of_the_usual_one():
+    case = LARGE | {"gamma": 10, "new": 32}
+    shorter = [row("none", 2, case=case), row("vegas", 10, per_step=6, case=case)]
+    for lines in (real.acceptance, real.speeds):
+        assert list(lines([run([*FIRST, *shorter])])) == list(lines([run(FIRST)]))
+
+
 def test_a_losing_cell_is_shown_and_called_slower(text):
     small, _ = rows_of(text, SPEEDS)
     assert small[6:10] == ["vegas 0.60x, slower", "3.00", "0.60x, slower", "0.20x, slower"]
