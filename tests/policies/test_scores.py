@@ -1,6 +1,8 @@
 """Scores of positions that several devices share: those of one device, whatever holds them."""
 
 import functools
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jspec.cache import LinearLayout, StripedLayout
+from jspec.policies import Vegas
 from jspec.policies.scores import SLOTS_PER_PICK, best_positions, max_with_previous, softmax
 
 SIZE, LENGTHS = 48, (48, 0, 1, 17)
@@ -99,6 +102,29 @@ def test_each_device_has_its_own_of_the_best_of_all(ranks, k, dtype):
                 mine = [p for p in sorted(best) if p // 4 % ranks == rank]
                 numbers = local[row, head, mine].tolist()
                 assert numbers == list(range(1, len(mine) + 1))
+
+
+SELECTS: dict[str, Any] = {"budget": 2, "least": 0, "per_head": True}
+
+
+@pytest.mark.parametrize(
+    "policy", [Vegas(**SELECTS), Vegas(**SELECTS, score="softmax", ahead=2)], ids=["logit", "ahead"]
+)
+def test_layers_that_share_rows_select_together(policy):
+    """Three layers of two heads: each device has its own of what each layer selects by itself."""
+    scores = np.random.default_rng(0).normal(size=(4, 6, SIZE)).astype(np.float32)
+    ends = jnp.asarray(LENGTHS, jnp.int32)
+
+    def picked(x, layout, layers=range(3)):
+        cache: Any = types.SimpleNamespace(layouts=[layout] * 3, shards=None)
+        picks = policy.pick({i: x[:, 2 * i : 2 * i + 2] for i in layers}, cache, ends)
+        return jnp.concatenate([_marked(picks[i], layout) for i in layers], axis=1) > 0
+
+    alone = np.concatenate(
+        [picked(jnp.asarray(scores), LinearLayout(SIZE), [layer]) for layer in range(3)], axis=1
+    )
+    assert alone.sum(axis=2).tolist() == [[min(length, 2)] * 6 for length in LENGTHS]
+    np.testing.assert_array_equal(shared(picked, scores, 4), alone)
 
 
 def _marked(positions, layout):
