@@ -246,8 +246,9 @@ class Guided(Budgeted):
     ) -> dict[int, Array]:
         """The positions with the highest ``scores [B, K, S]`` of the slots of some layers.
 
-        Layers that are alike select together: many rows take about as long as few, and on a mesh
-        there is one message in place of one for each layer.
+        Layers of one layout and as many heads select in one call: many rows take about as long as
+        few, and on a mesh there is one message in place of one for each layer, except for the sums
+        of ``score="softmax"``.
 
         Returns:
             Of each layer int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``, all below
