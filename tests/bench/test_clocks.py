@@ -102,6 +102,9 @@ def test_a_program_of_layers_has_the_span_of_one_layer_and_is_compared_by_it(mon
     assert [point.best_clock(row).median for row in rows] == [0.11, 0.04]
     (without,) = point.measure("x", {}, programs[:1], Settings(True), states=("cold",))
     assert "span_ns" not in without
+    monkeypatch.setattr(point, "wall", lambda program, repeats: [90])
+    (warm,) = point.measure("x", {}, programs[:1], Settings(True), layers=2)
+    assert warm["wall_ns"] == [45]
 
 
 @pytest.mark.parametrize("lost", [0, 5])

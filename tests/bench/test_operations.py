@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import attention, caches, point
+from bench import attention, caches, linear, point
 from bench import suite as suites
 from bench.__main__ import SUITES, main
 from bench.cases import parse
@@ -115,6 +115,22 @@ def test_a_wrong_output_is_refused_and_the_reference_is_timed(name):
     for name in wrong:
         assert rows[name]["checked"] is False, name
         assert "wall_ns" not in rows[name]
+
+
+def test_times_of_a_chain_are_of_one_of_its_layers(monkeypatch):
+    measured = {}
+    monkeypatch.setattr(point, "measure", lambda *args, **settings: measured.update(settings) or [])
+    bench = benchmark("linear_chain")
+    bench.rows(bench.case(CASES["linear_chain"]), Settings(quick=True, only=("xla",)))
+    assert measured["layers"] == linear.LAYERS
+
+
+def test_a_program_in_place_donates_the_cache():
+    bench = benchmark("rotate_append_attend")
+    setup = bench.setup(bench.case(CASES["rotate_append_attend"]))
+    donated = [setup.arguments[i] for i in setup.program(lambda *arguments: arguments).donated]
+    keys, values = setup.arguments[4:6]
+    assert [id(x) for x in donated] == [id(keys), id(values)]
 
 
 @pytest.mark.parametrize(
