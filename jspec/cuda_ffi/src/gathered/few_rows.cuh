@@ -5,9 +5,9 @@
 // too. Keys are the rows of the matmuls and queries the columns, of which there are 8, so that
 // heads of few rows compute little for nothing.
 //
-// The token of a row may be appended first. Every warp norms and rotates the queries, and the one
-// whose tile has the token's slot its key: it writes key and value into the cache and, as it copies
-// that tile before they are there, into its tile as well.
+// The new token of a batch row may be appended in the same kernel. Every warp norms and rotates the
+// queries. The warp whose tile has the token's slot also norms and rotates the key, and writes key
+// and value into the cache and over the copy of that slot in its tile, which began earlier.
 #pragma once
 
 #include "common/ptx_hopper.cuh"

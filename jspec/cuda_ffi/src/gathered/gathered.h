@@ -12,10 +12,10 @@ constexpr int kMinStages = 2, kMaxStages = 8;
 constexpr int kMaxWarps = 16, kMaxBatch = 65535;
 constexpr int kFewRows = 8;  // query rows of a head, up to which a block has a part of its list
 
-// The projections of a token of each row, which is appended to the cache before it attends, into the
-// slot of the tail at its position; null: tokens are in the cache, and queries are rotated.
+// A new token of each batch row, which is appended to the cache before it attends, in the slot of
+// the tail at its position. `joined` is null if tokens are in the cache and queries are rotated.
 struct Appended {
-  const uint16_t* joined;  // [batch, kv_heads, group + 2, channels]: queries, key and value
+  const uint16_t* joined;  // [batch, kv_heads, group + 2, channels]: the fused QKV projection
   const float* cosine;     // [batch, channels / 2]
   const float* sine;       // as cosine
   const uint16_t* q_scale;  // [channels] of the norm of queries, null for none

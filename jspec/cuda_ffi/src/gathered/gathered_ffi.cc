@@ -60,8 +60,8 @@ ffi::Error attend(Stream stream, ffi::RemainingArgs arguments, ffi::RemainingRet
   if (!fits) {
     return invalid(norms ? "projections " : "q ", buffers[0], ", k ", buffers[1], ", selected ",
                    buffers[4], ", tail ", buffers[5], ", scale ", scale, ", ", parts, " parts, ",
-                   stages, " stages and ", warps, " warps must have 64 or 128 channels, up to ", kMaxListed,
-                   " slots of a list and the tail, a positive scale, up to ", kMaxParts,
+                   stages, " stages and ", warps, " warps must have 64 or 128 channels, up to ",
+                   kMaxListed, " slots of a list and the tail, a positive scale, up to ", kMaxParts,
                    " parts, ", kMinStages, " to ", kMaxStages, " stages, up to ", kMaxWarps,
                    " warps, a power of 2, and up to ", kMaxBatch, " batch rows",
                    norms ? "; one token a row is appended, of up to 8 query heads a KV head" : "");

@@ -1,4 +1,4 @@
-// A token that attends in the kernel that appends it: its norms, rotation and place.
+// A new token that the kernel appends to the cache and attends from.
 #pragma once
 
 #include "common/bfloat16.cuh"
@@ -26,8 +26,8 @@ __device__ __forceinline__ float normed(float x, float root, float scale) {
   return wide(narrow(wide(narrow(x * root)) * scale));
 }
 
-// Norms and rotates queries as the matmuls take them: pair 8 i + 2 quarter of channels of a query is
-// `q[i / 2][i % 2]`, and rotates with the pair that lies half of the channels behind.
+// Norms and rotates queries in the layout of the matmuls: channels 8 i + 2 quarter and the next one
+// are `q[i / 2][i % 2]`. They rotate with the pair that lies half of the channels behind.
 template <int kChannels>
 __device__ __forceinline__ void rotate_queries(uint32_t (&q)[kChannels / 16][2], const Gathered& g,
                                                int batch_row, int quarter) {
