@@ -61,8 +61,8 @@ QUESTIONS = (
         "over plain decoding at its byte floor; *vs plain*: while all rows decode; *batch*: until "
         "the slowest row ends. Greedy, then at T=0.8, answers of the fewest tokens measured; a "
         "speed below 1 is called slower; gamma: where vegas is fastest of those measured. Most "
-        "runs predate today's kernels and, but for the H200's of 30K and 7K, have vegas without "
-        "`ahead`: [the comparison](comparison.md#a-whole-step) has steps by backend.",
+        "runs predate today's kernels and have vegas without `ahead`: [the "
+        "comparison](comparison.md#a-whole-step) has steps by backend.",
         real.speeds,
         4,
         (

@@ -93,7 +93,7 @@ def _results_and_cut(
     listed: Array | jax.ShapeDtypeStruct,
     tail: Array,
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
-    """The results of a kernel that reads the slots ``listed``, and how its work is cut."""
+    """The results of a kernel that reads the slots ``listed``, and its launch configuration."""
     blocks = tuned.block("gathered_attention", "cuda", gathered_sizes(q, k, v, positions, listed))
     batch, tokens, heads, size = q.shape
     kv_heads = k.shape[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jspec.cache import Cache
+from jspec.cache import Cache, LinearLayout
 from jspec.ops.append import QKRope
 from jspec.ops.host_rows import PrefetchedRows
 from jspec.policies.append import append_tokens
@@ -105,10 +105,14 @@ class SelectedAttend(Attend):
         self, layer: int, tokens: NewTokens, cache: Cache
     ) -> TokenAttention | None:
         """The result of the policy's `attend_token`, where this layer and pass may call it."""
-        # Keys in host memory, or on several devices, are read in parts.
+        # Keys in host memory, on several devices, in blocks or in a ring are read in parts.
         is_local = cache.shards is None and not is_offloaded(cache, layer)
-        is_plain = is_local and cache.specs[layer].window is None and tokens.q.shape[1] == 1
-        if not is_plain or tokens.qk_rope is None or tokens.v is None:
+        is_linear = isinstance(cache.layouts[layer], LinearLayout)
+        in_rows = is_linear and cache.table_of(layer) is None
+        has_one_token = tokens.q.shape[1] == 1
+        if not (is_local and in_rows and has_one_token) or cache.specs[layer].window is not None:
+            return None
+        if tokens.qk_rope is None or tokens.v is None:
             return None
         return self.policy.attend_token(
             self.policy_params, layer, cache, tokens, self.context_len, self.num_uncommitted

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspec.cache import Cache, LinearLayout
+from jspec.cache import Cache
 from jspec.cache.cache import Shapes
 from jspec.config import LayerSpec
 from jspec.dispatch import named_backend
@@ -189,11 +189,9 @@ class Guided(Budgeted):
     ) -> TokenAttention | None:
         leader = self.leaders(cache.specs)[layer]
         q, k, v, qk_rope, positions = token
-        # With a block table, the columns have no axis of rows.
-        in_order = isinstance(cache.layouts[layer], LinearLayout) and cache.table_of(layer) is None
-        if leader is None or not in_order or v is None or qk_rope is None or self.refresh:
+        if leader is None or self.refresh or any(map(named_backend, PARTS)):
             return None
-        if qk_rope.joined is None or any(map(named_backend, PARTS)):
+        if v is None or qk_rope is None or qk_rope.joined is None:
             return None
         selection = self.select(policy_params, layer, cache, None, context_len)
         spec, columns = cache.specs[layer], cache.columns[layer]
@@ -246,9 +244,13 @@ class Guided(Budgeted):
     ) -> dict[int, Array]:
         """The positions with the highest ``scores [B, K, S]`` of the slots of some layers.
 
-        Layers of one layout and as many heads select in one call: many rows take about as long as
-        few, and on a mesh there is one message in place of one for each layer, except for the sums
-        of ``score="softmax"``.
+        Layers with the same layout and number of heads select in one call, which takes less time
+        than one for each, and on a mesh one all-gather; ``score="softmax"`` adds one for each.
+
+        Args:
+            scores: ``[B, K, S]`` by layer.
+            cache: whose slots have the scores.
+            context_len: int32 ``[B]``: committed positions per row.
 
         Returns:
             Of each layer int32 ``[B, n]``, or ``[B, K, n]`` with ``per_head``, all below

@@ -113,19 +113,17 @@ class Hata(ScoredPolicy):
         context_len: Array,
         num_uncommitted: int,
     ) -> TokenAttention | None:
-        layout, spec = cache.layouts[layer], cache.specs[layer]
+        spec = cache.specs[layer]
         # A subclass may score or select otherwise; a backend that is named for a part is to run.
         by_codes = type(self) is Hata and not self.norms and layer >= self.dense_layers
         named = any(map(named_backend, PARTS))
         q, k, v, qk_rope, positions = token
         if not by_codes or named or v is None or qk_rope is None or qk_rope.joined is None:
             return None
-        if not isinstance(layout, LinearLayout):
-            return None
         names = ("keys", "values", "codes")
         cache.check_keeps(layer, names)
         keys, values, codes = (cache.columns[layer][name] for name in names)
-        num_selected, budget = self.limits(layout.capacity, context_len)
+        num_selected, budget = self.limits(cache.layouts[layer].capacity, context_len)
         out, lse, selected, *columns = hash_attention(
             *(q, k, v, qk_rope, keys, values, codes, policy_params[layer]),
             *(positions, context_len, num_selected),

@@ -165,8 +165,9 @@ class Policy:
         """A layer's whole attention for one new token, where the policy has one operation for it.
 
         It must equal the append, `encoder`, `select` and attention over the selection and the new
-        positions; these run one by one where it returns None. It is not called for layers in host
-        memory or on several devices, nor for those that read the selection of another layer.
+        positions; these run one by one where it returns None. It is called where slots are
+        positions (`LinearLayout`), and not for layers in host memory, in blocks, with a sliding
+        window or on several devices, nor for those that read the selection of another layer.
 
         Args:
             policy_params: What `prepare` made.
